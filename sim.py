@@ -1,8 +1,8 @@
 """The embedded task: two planar six-joint arms hand a cube over, with ALOHA's shapes, in numpy alone.
 
-Seen from above. A red cube lies at random on the right, a green zone is marked at random on the left, and neither
-arm reaches both: the right arm grasps the cube and carries it to the middle, the left one takes it and puts it down
-in the zone. Cube and zone are visible in the image only; the state holds nothing but joint positions.
+Seen from above. A red cube lies at random on the right, a green zone is marked at random on the left, and
+neither arm reaches both: the right arm grasps the cube and carries it to the middle, the left one takes it and
+puts it down in the zone. Cube and zone are visible in the image only; the state holds joint positions, no more.
 
     env = TransferEnv()
     state = env.reset(seed=0)                   # (14,) joint positions
@@ -12,11 +12,11 @@ in the zone. Cube and zone are visible in the image only; the state holds nothin
 
     demos = Demonstrations(episodes=50, seed=0, height=480, width=640)   # columns, and frames drawn on demand
 
-State and action, as ALOHA has them: left arm's six joints (rad), left gripper, right arm's six, right gripper.
-A gripper is 0 closed, 1 open. Joint angles count from an arm's forward direction, mirrored for the right arm.
+State and action as ALOHA has them: six joints (rad) and gripper of the left arm, then of the right. A gripper is
+0 closed, 1 open. Joint angles count from an arm's forward direction, mirrored for the right arm.
 
-The physics: joints follow their targets with a first-order lag and a speed limit. Fingers that close near the cube
-hold it and centre it; a second hand may close on a held cube; an open hand lets go.
+The physics: joints follow their targets with a first-order lag and a speed limit. Fingers that close near the
+cube hold it and centre it; a second hand may close on a held cube; an open hand lets go.
 
 A scene is the row of numbers that an image is drawn from: state (14), cube x, y, angle, zone x, y (m, rad).
 """
@@ -46,7 +46,7 @@ CLOSED, OPEN = 0.4, 0.6  # gripper positions below and above which a hand holds 
 
 
 class TransferEnv:
-    """One copy of the task. `reset` and `step` return the (14,) float32 state, `success` says how it stands."""
+    """One copy of the task. `reset` and `step` return the (14,) float32 state; `success` is as of now."""
 
     def __init__(self) -> None:
         self.reset(0)
@@ -122,7 +122,7 @@ class TransferEnv:
         return render(self.scene, height, width)
 
 
-# ---- kinematics -----------------------------------------------------------------------------------------------------
+# ---- kinematics --------------------------------------------------------------------------------------------
 def chain(joints: np.ndarray, arm: int) -> np.ndarray:
     """(7, 2) points from an arm's base to the point between its fingers, in the world."""
     angles = np.cumsum(joints)
@@ -139,8 +139,8 @@ def hand(joints: np.ndarray, arm: int) -> np.ndarray:
 def reach(points: np.ndarray, posture: np.ndarray) -> np.ndarray:
     """Joint angles (..., 6) that bring the hand to points (..., 2), given in the arm's own axes.
 
-    Of all solutions this is the one whose last five joints bend in the proportions `posture` (5,): one number then
-    sets the distance from the base, which falls as the arm bends, and the first joint sets the direction.
+    Of all solutions this is the one whose last five joints bend in the proportions `posture` (5,): one number
+    then sets the distance from the base, which falls as the arm bends, and the first joint sets the direction.
     """
     bend = np.linspace(1.1, 0.02, 256)
     angles = np.cumsum(-bend[:, None] * np.concatenate([[0.0], posture]), axis=1)
@@ -151,12 +151,12 @@ def reach(points: np.ndarray, posture: np.ndarray) -> np.ndarray:
     return np.concatenate([turn[..., None], -bent[..., None] * posture], axis=-1)
 
 
-# ---- the expert -----------------------------------------------------------------------------------------------------
+# ---- the expert --------------------------------------------------------------------------------------------
 def expert_episode(seed: int, episode: int) -> dict[str, np.ndarray]:
     """Demonstration number `episode` of `seed`: a pure function of the two.
 
     Returns:
-        "state" (T, 14), what precedes "action" (T, 14); "scene" (T, 19), what to draw; "success" (), at the end.
+        "state" (T, 14) and "scene" (T, 19) before each "action" (T, 14); "success" (), bool, after the last.
     """
     rng = np.random.default_rng([2, seed, episode])
     env = TransferEnv()
@@ -176,7 +176,7 @@ def expert_episode(seed: int, episode: int) -> dict[str, np.ndarray]:
 
 
 def plan(env: TransferEnv, rng: np.random.Generator) -> np.ndarray:
-    """(T, 14) float32 targets that solve the scene as a person would: paced and aimed a little differently each time."""
+    """(T, 14) float32 targets that solve the scene; like a person's, no two are paced and aimed the same."""
 
     def near(point: np.ndarray, spread: float) -> np.ndarray:
         return point + rng.normal(0, spread / 2, 2).clip(-spread, spread)
@@ -209,8 +209,8 @@ def plan(env: TransferEnv, rng: np.random.Generator) -> np.ndarray:
 class Demonstrations:
     """Expert episodes as data set columns, with one camera whose frames are drawn when asked for.
 
-    columns: "observation.state" and "action" (N, 14) float32, one row a frame; lengths: (episodes,) frames of each;
-    cameras: {CAMERA: SceneFrames}; stats: mean, std, min, max and count of each column, and of the camera's pixels.
+    columns: "observation.state" and "action" (N, 14) float32, one row a frame. lengths: (episodes,) frames.
+    cameras: {CAMERA: SceneFrames}. stats: mean, std, min, max, count of each column and of the camera's pixels.
     """
 
     def __init__(self, episodes: int, seed: int, height: int, width: int) -> None:
@@ -242,7 +242,7 @@ def _statistics(values: np.ndarray, axis: int) -> dict[str, np.ndarray]:
 
 
 class SceneFrames:
-    """Frames of scenes (N, 19), drawn one by one; small to pickle, so that a loader's workers draw their own."""
+    """Frames of scenes (N, 19), drawn when asked for; small to pickle, so a loader's workers draw their own."""
 
     def __init__(self, scenes: np.ndarray, height: int, width: int) -> None:
         self.scenes, self.shape = scenes, (height, width)
@@ -262,7 +262,7 @@ class SceneFrames:
         return f"sim-{hashlib.sha256(self.scenes.tobytes()).hexdigest()[:16]}-{self.shape[0]}x{self.shape[1]}"
 
 
-# ---- the renderer ---------------------------------------------------------------------------------------------------
+# ---- the renderer ------------------------------------------------------------------------------------------
 TABLE, ZONE, CUBE, FINGER = (206, 204, 198), (40, 160, 70), (214, 38, 38), (40, 40, 48)
 LINK = ((52, 92, 168), (196, 140, 30))  # left, right
 JOINT = ((120, 158, 220), (240, 196, 96))
@@ -281,14 +281,15 @@ def _canvas(height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8 image of a scene (19,): each shape is blended into the pixels around it only."""
+    """(height, width, 3) uint8 image of a scene (19,): each shape is blended into the pixels around it."""
     xs, ys, table = _canvas(height, width)
     image = table.copy()
     scene = np.asarray(scene, np.float64)
     across, down = width / WORLD[0], height / WORLD[1]  # pixels a metre
 
-    def paint(x: float, y: float, reach_x: float, reach_y: float, colour: tuple, distance: Callable) -> None:
-        """Fill a shape at (x, y) that lies within the reaches; distance(x, y) to its edge is negative inside."""
+    def paint(middle, reach_x: float, reach_y: float, colour: tuple, distance: Callable) -> None:
+        """Fill a shape within the reaches of `middle`; distance(x, y) from its edge is negative inside."""
+        x, y = middle
         left = max(int((x - reach_x + WORLD[0] / 2) * across) - 1, 0)
         right = int((x + reach_x + WORLD[0] / 2) * across) + 2
         top = max(int((WORLD[1] / 2 - y - reach_y) * down) - 1, 0)
@@ -303,14 +304,14 @@ def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
                 part[:] = part + cover * (np.float32(colour[channel]) - part)
 
     def bar(start: np.ndarray, end: np.ndarray, radius: float, colour: tuple) -> None:
-        (x, y), (hx, hy) = (start + end) / 2, ((end - start) / 2).astype(np.float32)
+        hx, hy = ((end - start) / 2).astype(np.float32)
         ux, uy = (hx, hy) / (hx * hx + hy * hy)
 
         def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             along = np.minimum(np.maximum(x * ux + y * uy, -1), 1)
             return np.sqrt(np.square(x - along * hx) + np.square(y - along * hy)) - np.float32(radius)
 
-        paint(x, y, abs(hx) + radius, abs(hy) + radius, colour, distance)
+        paint((start + end) / 2, abs(hx) + radius, abs(hy) + radius, colour, distance)
 
     def rings(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         away = np.sqrt(x * x + y * y)
@@ -318,7 +319,7 @@ def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
             away - np.float32(0.3 * ZONE_RADIUS), np.abs(away - 0.86 * ZONE_RADIUS) - 0.14 * ZONE_RADIUS
         )
 
-    paint(*scene[17:19], ZONE_RADIUS, ZONE_RADIUS, ZONE, rings)
+    paint(scene[17:19], ZONE_RADIUS, ZONE_RADIUS, ZONE, rings)
     arms = scene[:14].reshape(2, 7)
     points = [chain(arms[arm, :6], arm) for arm in (0, 1)]
     for arm in (0, 1):
@@ -329,12 +330,12 @@ def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
             paint(
                 *points[arm][i], radius, radius, JOINT[arm], lambda x, y, r=radius: np.sqrt(x * x + y * y) - r
             )
-    paint(*scene[14:16], 0.71 * CUBE_SIZE, 0.71 * CUBE_SIZE, CUBE, _square(scene[16], CUBE_SIZE / 2))
+    paint(scene[14:16], 0.71 * CUBE_SIZE, 0.71 * CUBE_SIZE, CUBE, _square(scene[16], CUBE_SIZE / 2))
     for arm in (0, 1):
         wrist, tip = points[arm][5:]
         gap = CUBE_SIZE / 2 + 0.006 + 0.03 * arms[arm, 6]
         heading = np.arctan2(*(tip - wrist)[::-1])
-        paint(*(wrist + tip) / 2, 0.12, 0.12, FINGER, _fingers(heading, gap, LINKS[-1] / 2))
+        paint((wrist + tip) / 2, 0.12, 0.12, FINGER, _fingers(heading, gap, LINKS[-1] / 2))
     return image
 
 
@@ -344,7 +345,7 @@ def _square(angle: float, half: float) -> Callable:
 
 
 def _fingers(heading: float, gap: float, half: float) -> Callable:
-    """Distance to a palm at -half and two fingers that run from there to a little past +half, `gap` off the middle."""
+    """Distance to a palm at -half and to two fingers from there to past +half, `gap` off the middle line."""
     c, s = np.float32(np.cos(heading)), np.float32(np.sin(heading))
 
     def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
