@@ -1,8 +1,8 @@
 """The embedded task: two planar six-joint arms hand a cube over, with ALOHA's shapes, in numpy alone.
 
 Seen from above. A red cube lies at random on the right, a green zone is marked at random on the left, and
-neither arm reaches both: the right arm grasps the cube and carries it to the middle, the left one takes it and
-puts it down in the zone. Cube and zone are visible in the image only; the state holds joint positions, no more.
+neither arm reaches both: the right arm grasps the cube and carries it to the middle, the left one takes it
+and puts it down in the zone. Cube and zone are visible in the image only; the state holds just the joints.
 
     env = TransferEnv()
     state = env.reset(seed=0)                   # (14,) joint positions
@@ -12,8 +12,8 @@ puts it down in the zone. Cube and zone are visible in the image only; the state
 
     demos = Demonstrations(episodes=50, seed=0, height=480, width=640)   # columns, and frames drawn on demand
 
-State and action as ALOHA has them: six joints (rad) and gripper of the left arm, then of the right. A gripper is
-0 closed, 1 open. Joint angles count from an arm's forward direction, mirrored for the right arm.
+State and action as ALOHA has them: six joints (rad) and gripper of the left arm, then of the right. A gripper
+is 0 closed, 1 open. Joint angles count from an arm's forward direction, mirrored for the right arm.
 
 The physics: joints follow their targets with a first-order lag and a speed limit. Fingers that close near the
 cube hold it and centre it; a second hand may close on a held cube; an open hand lets go.
@@ -140,7 +140,7 @@ def reach(points: np.ndarray, posture: np.ndarray) -> np.ndarray:
     """Joint angles (..., 6) that bring the hand to points (..., 2), given in the arm's own axes.
 
     Of all solutions this is the one whose last five joints bend in the proportions `posture` (5,): one number
-    then sets the distance from the base, which falls as the arm bends, and the first joint sets the direction.
+    then sets the distance from the base, which falls as the arm bends; the first joint sets the direction.
     """
     bend = np.linspace(1.1, 0.02, 256)
     angles = np.cumsum(-bend[:, None] * np.concatenate([[0.0], posture]), axis=1)
@@ -210,7 +210,7 @@ class Demonstrations:
     """Expert episodes as data set columns, with one camera whose frames are drawn when asked for.
 
     columns: "observation.state" and "action" (N, 14) float32, one row a frame. lengths: (episodes,) frames.
-    cameras: {CAMERA: SceneFrames}. stats: mean, std, min, max, count of each column and of the camera's pixels.
+    cameras: {CAMERA: SceneFrames}. stats: mean, std, min, max, count of each column and of the pixels.
     """
 
     def __init__(self, episodes: int, seed: int, height: int, width: int) -> None:
@@ -242,7 +242,7 @@ def _statistics(values: np.ndarray, axis: int) -> dict[str, np.ndarray]:
 
 
 class SceneFrames:
-    """Frames of scenes (N, 19), drawn when asked for; small to pickle, so a loader's workers draw their own."""
+    """Frames of scenes (N, 19), drawn when asked for; small to pickle, so that loader workers draw them."""
 
     def __init__(self, scenes: np.ndarray, height: int, width: int) -> None:
         self.scenes, self.shape = scenes, (height, width)
