@@ -328,7 +328,7 @@ def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
         for i in range(6):
             radius = np.float32(0.036 - 0.003 * i)
             paint(
-                *points[arm][i], radius, radius, JOINT[arm], lambda x, y, r=radius: np.sqrt(x * x + y * y) - r
+                points[arm][i], radius, radius, JOINT[arm], lambda x, y, r=radius: np.sqrt(x * x + y * y) - r
             )
     paint(scene[14:16], 0.71 * CUBE_SIZE, 0.71 * CUBE_SIZE, CUBE, _square(scene[16], CUBE_SIZE / 2))
     for arm in (0, 1):
