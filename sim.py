@@ -326,7 +326,7 @@ def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
         for i in range(5):
             bar(points[arm][i], points[arm][i + 1], 0.030 - 0.003 * i, LINK[arm])
         for i in range(6):
-            radius = np.float32(0.036 - 0.003 * i)
+            radius = 0.036 - 0.003 * i
             paint(
                 points[arm][i], radius, radius, JOINT[arm], lambda x, y, r=radius: np.sqrt(x * x + y * y) - r
             )
