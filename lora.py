@@ -1,0 +1,506 @@
+"""LoRA adapters for any policy, in PEFT's file format, without PEFT. Needs torch and safetensors.
+
+    cfg = apply_lora(policy, PeftConfig(method_type="LORA"))   # before compile, sharding and the optimizer
+    tensors = adapter_state_dict(policy)                       # adapter_model.safetensors, PEFT's key names
+    settings = adapter_config(cfg, base_path)                  # adapter_config.json
+    load_adapter(policy, checkpoint_dir)                       # strict; creates the adapters where absent
+    merge(policy)                                              # plain weights again: W + (alpha / r) B A
+
+    python lora.py merge --adapter DIR --out DIR [--base DIR]  # full weights from an adapter checkpoint
+
+What can be adapted: every nn.Linear, and attention with packed projections (a module that owns
+`in_proj_weight` and a Linear `out_proj`: torch's nn.MultiheadAttention and the like), always as a whole, its
+packed query, key and value weight and its out_proj, as PEFT does. The base keeps its parameters, their names
+and its class names, so weights, wrap units and compiled regions are found as before. It is frozen; only
+adapters and `full_training_modules` train.
+
+There is no lora_dropout: its masks would come from a global generator, and a run would depend on its layout.
+
+Shapes: I inputs, O outputs, r rank; A (r, I), B (O, r).
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+PEFT_DEFAULT_ALPHA = 8
+PEFT_PREFIX = "base_model.model."
+TRAINED_IN_FULL = "trained_in_full"  # attribute of such a module
+
+# What PEFT 0.21 writes beside the keys that `adapter_config` fills, with its defaults.
+PEFT_DEFAULTS: dict = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
+    "bias": "none", "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
+    "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None, "loftq_config": {},
+    "lora_bias": False, "lora_dropout": 0.0, "megatron_config": None, "megatron_core": "megatron.core",
+    "qalora_group_size": 16, "rank_pattern": {}, "revision": None, "target_parameters": None,
+    "task_type": None, "trainable_token_indices": None, "use_dora": False, "use_qalora": False,
+    "use_rslora": False,
+}  # fmt: skip
+
+# A true value under one of these changes which weights are adapted, or the formula: such a file is refused.
+UNSUPPORTED = (
+    "alora_invocation_tokens", "alpha_pattern", "arrow_config", "exclude_modules", "fan_in_fan_out",
+    "kasa_config", "layer_replication", "layers_to_transform", "lora_bias", "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "use_rslora", "velora_config",
+)  # fmt: skip
+PACKED_PARTS = ("q_proj", "k_proj", "v_proj", "in_proj", "in_proj_weight")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    method_type: str | None = None
+    """LORA trains small adapters on frozen weights (those of --policy.path). None trains everything."""
+    r: int = 16
+    """Rank of the adapters. Higher comes closer to full fine-tuning and takes more memory."""
+    lora_alpha: int | None = None
+    """Adapters are scaled by alpha / r. None is PEFT's 8, whatever the rank; r or 2 r are common."""
+    target_modules: tuple[str, ...] | None = None
+    """What gets adapters: names or dotted endings of names (linear1 self_attn), or one regular expression
+    that covers the whole name. None or all-linear: every linear layer outside attention; name self_attn and
+    multihead_attn to adapt attention too."""
+    full_training_modules: tuple[str, ...] = ()
+    """Modules, by name or dotted ending, trained in full and stored with the adapter: action_head for a new
+    robot, say."""
+
+    def __post_init__(self):
+        if self.method_type is not None and self.method_type.upper() != "LORA":
+            raise ValueError(
+                f"--peft.method-type={self.method_type} is not supported; use LORA, or leave it out."
+            )
+        if self.r < 1:
+            raise ValueError(f"--peft.r={self.r} is not a rank; use 1 or more.")
+        if self.lora_alpha is not None and self.lora_alpha <= 0:
+            raise ValueError(
+                f"--peft.lora-alpha={self.lora_alpha} must be positive; leave it out for PEFT's 8."
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.method_type is not None
+
+    @property
+    def scaling(self) -> float:
+        return (PEFT_DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha) / self.r
+
+
+def apply_lora(policy: nn.Module, cfg: PeftConfig) -> PeftConfig:
+    """Freeze the policy and add adapters to it in place; its outputs stay the same while B is zero.
+
+    Call it on every rank with torch's generator in one state, before compile, sharding and the optimizer.
+
+    Returns:
+        `cfg` with targets and fully trained modules resolved: what `adapter_config` stores.
+    Raises:
+        ValueError: an entry of the targets fits no module, or one that cannot be adapted.
+    """
+    full = _full_training_modules(policy, cfg.full_training_modules)
+    targets = _targets(policy, cfg.target_modules, full)
+    policy.requires_grad_(False)
+    for path in full:
+        policy.get_submodule(path).requires_grad_(True)
+        setattr(policy.get_submodule(path), TRAINED_IN_FULL, True)
+    for path in targets:
+        if _is_packed_attention(policy.get_submodule(path)):
+            _extend(policy.get_submodule(path), _LoraAttention, cfg)
+            _extend(policy.get_submodule(f"{path}.out_proj"), _LoraWeight, cfg)
+        else:
+            _extend(policy.get_submodule(path), _LoraLinear, cfg)
+    stored = cfg.target_modules
+    if stored is None or stored == ("all-linear",):
+        stored = _endings(policy, targets)
+    return replace(cfg, method_type="LORA", target_modules=stored, full_training_modules=tuple(full))
+
+
+class _Lora(nn.Module):
+    """A module with an adapter. Each form below is put in front of the module's own class, so that any
+    attention keeps its forward. `lora_A` and `lora_B` are Linear modules for the sake of PEFT's key names."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_scaling: float
+    lora_base_class: type
+    adapted: str  # the parameter that the adapter adds to
+
+    def base_weight(self) -> Tensor:
+        weight = self._parameters[self.adapted]
+        assert weight is not None
+        return weight
+
+    def summed_weight(self) -> Tensor:
+        weight = self.base_weight()
+        return (weight + self.lora_B.weight @ self.lora_A.weight * self.lora_scaling).to(weight.dtype)
+
+
+class _LoraLinear(_Lora):
+    """y = W x + b + (alpha / r) B A x, taken through the rank: no gradient of W's size is ever made."""
+
+    adapted = "weight"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + (self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * self.lora_scaling).to(y.dtype)
+
+
+class _LoraAttention(_Lora):
+    """Attention that reads `in_proj_weight` (3 D, D) gets W + (alpha / r) B A, as in PEFT.
+
+    Where W is stored in bf16 the sum is rounded to bf16 and small updates are lost: keep it in float32 there.
+    """
+
+    adapted = "in_proj_weight"
+
+    @property
+    def in_proj_weight(self) -> Tensor:
+        return self.summed_weight()
+
+
+class _LoraWeight(_Lora):
+    """The same for attention's out_proj, a Linear whose owner may read `weight` without ever calling it."""
+
+    adapted = "weight"
+
+    @property
+    def weight(self) -> Tensor:
+        return self.summed_weight()
+
+
+def _extend(module: nn.Module, form: type[_Lora], cfg: PeftConfig) -> None:
+    """Add A and B, and put `form` in front of the module's class, under its name: wrap units go by it."""
+    weight = module._parameters[form.adapted]
+    assert weight is not None
+    outputs, inputs = weight.shape
+    # Adapters of half-precision weights are kept in float32, as PEFT does: Adam's small steps vanish below.
+    dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+    base_class = type(module)
+    module.__class__ = type(base_class.__name__, (form, base_class), {})
+    assert isinstance(module, _Lora)
+    # nn.Linear's own initialisation is PEFT's for A: kaiming_uniform_(a=sqrt(5)).
+    module.lora_A = nn.Linear(inputs, cfg.r, bias=False, device=weight.device, dtype=dtype)
+    module.lora_B = nn.Linear(cfg.r, outputs, bias=False, device=weight.device, dtype=dtype)
+    nn.init.zeros_(module.lora_B.weight)
+    module.lora_scaling, module.lora_base_class = cfg.scaling, base_class
+
+
+def _is_packed_attention(module: nn.Module) -> bool:
+    return "in_proj_weight" in module._parameters and isinstance(getattr(module, "out_proj", None), nn.Linear)
+
+
+def _targetable(policy: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    """Paths of the Linear modules outside attention, of the packed attentions, and of their out_proj."""
+    modules = dict(policy.named_modules())
+    attentions = [path for path, module in modules.items() if _is_packed_attention(module)]
+    inside = [f"{path}.out_proj" for path in attentions]
+    linears = [
+        path for path, module in modules.items() if isinstance(module, nn.Linear) and path not in inside
+    ]
+    return linears, attentions, inside
+
+
+def _fits(path: str, ending: str) -> bool:
+    return path == ending or path.endswith(f".{ending}")
+
+
+def _full_training_modules(policy: nn.Module, endings: tuple[str, ...]) -> list[str]:
+    found: list[str] = []
+    for ending in endings:
+        paths = [path for path, module in policy.named_modules() if _fits(path, ending)]
+        if not any(list(policy.get_submodule(path).parameters()) for path in paths):
+            raise ValueError(
+                f"--peft.full-training-modules: no module with parameters is called {ending!r}; "
+                f"there are {_list(name for name, _ in policy.named_children())} and modules inside them."
+            )
+        found += [path for path in paths if path not in found]
+    return [path for path in found if not any(path.startswith(f"{outer}.") for outer in found)]
+
+
+def _targets(policy: nn.Module, asked: tuple[str, ...] | None, full: list[str]) -> list[str]:
+    linears, attentions, inside = _targetable(policy)
+    what_can_be = f"what can be adapted: {_list(_endings(policy, linears + attentions))}"
+    if asked is None or asked == ("all-linear",):
+        paths = linears
+    else:
+        paths = []
+        regex = _regex(asked)
+        names = [path for path, _ in policy.named_modules() if path]
+        for entry in asked:
+            fitting = [p for p in names if (re.fullmatch(entry, p) if regex else _fits(p, entry))]
+            usable = [p for p in fitting if p in linears or p in attentions]
+            alone = [p for p in fitting if p in inside and p.removesuffix(".out_proj") not in usable]
+            if alone:
+                owner = alone[0].removesuffix(".out_proj")
+                raise ValueError(
+                    f"--peft.target-modules: {alone[0]!r} belongs to a packed attention: alone it would train "
+                    f"to no effect in PEFT; name {owner.rsplit('.', 1)[-1]} instead; {what_can_be}."
+                )
+            odd = [p for p in fitting if p not in usable and p not in inside]
+            # A regular expression may well run over containers; a name that was written out may not.
+            if not usable or (odd and not regex):
+                kind = f"is a {type(policy.get_submodule(odd[0])).__name__}" if odd else "fits no module"
+                packed = (
+                    ": query, key and value share one weight" if entry.split(".")[-1] in PACKED_PARTS else ""
+                )
+                raise ValueError(f"--peft.target-modules: {entry!r} {kind}{packed}; {what_can_be}.")
+            paths += [p for p in usable if p not in paths]
+    paths = [p for p in paths if not any(p == f or p.startswith(f"{f}.") for f in full)]
+    if not paths:
+        raise ValueError(
+            "--peft.target-modules: nothing is left without the --peft.full-training-modules; name others."
+        )
+    return paths
+
+
+def _regex(asked: tuple[str, ...]) -> bool:
+    """One entry with a character that no module name has is a regular expression."""
+    return len(asked) == 1 and not re.fullmatch(r"[\w.]+", asked[0])
+
+
+def _endings(policy: nn.Module, paths: list[str]) -> tuple[str, ...]:
+    """A short list that selects exactly `paths`: last parts of names, or whole ones where ambiguous."""
+    names = [path for path, _ in policy.named_modules() if path]
+    endings = []
+    for last in sorted({path.rsplit(".", 1)[-1] for path in paths}):
+        mine = [path for path in paths if _fits(path, last)]
+        endings += [last] if mine == [n for n in names if _fits(n, last)] else mine
+    return tuple(endings)
+
+
+def _list(names) -> str:
+    return ", ".join(sorted(names))
+
+
+def adapter_state_dict(policy: nn.Module) -> dict[str, Tensor]:
+    """Adapters and fully trained modules of a plain, DDP or FSDP2 policy under PEFT's key names.
+
+    The tensors are the policy's own, shards included: DCP can save them, and load into them in place.
+    """
+    policy = policy.module if isinstance(policy, DistributedDataParallel) else policy
+    mine: tuple[str, ...] = ()
+    for path, module in policy.named_modules():
+        if isinstance(module, _Lora):
+            mine += (f"{path}.lora_A.", f"{path}.lora_B.")
+        if getattr(module, TRAINED_IN_FULL, False):
+            mine += (f"{path}.",)
+    return {_peft_key(key): value for key, value in policy.state_dict().items() if key.startswith(mine)}
+
+
+def _peft_key(key: str) -> str:
+    """PEFT wraps an attention, and the wrapped one is its `base_layer`."""
+    return PEFT_PREFIX + re.sub(r"\.out_proj\.(lora_[AB]\.weight)$", r".base_layer.out_proj.\1", key)
+
+
+def _own_key(key: str) -> str:
+    return key.removeprefix(PEFT_PREFIX).replace(".base_layer.out_proj.", ".out_proj.")
+
+
+def adapter_config(cfg: PeftConfig, base_path: str | os.PathLike | None) -> dict:
+    """Content of adapter_config.json for what `apply_lora` returned, on top of the weights at `base_path`."""
+    targets = cfg.target_modules
+    assert targets is not None, "adapter_config needs the resolved config that apply_lora returns"
+    return dict(
+        sorted(
+            {
+                **PEFT_DEFAULTS,
+                "base_model_name_or_path": None if base_path is None else str(base_path),
+                "lora_alpha": PEFT_DEFAULT_ALPHA if cfg.lora_alpha is None else cfg.lora_alpha,
+                "modules_to_save": list(cfg.full_training_modules) or None,
+                "peft_type": "LORA",
+                "r": cfg.r,
+                "target_modules": targets[0] if _regex(targets) else list(targets),
+            }.items()
+        )
+    )
+
+
+def read_adapter_config(checkpoint_dir: str | os.PathLike) -> tuple[PeftConfig, str | None]:
+    """Settings and base path of the adapter, ours or PEFT's, whose adapter_config.json is in this folder."""
+    path = Path(checkpoint_dir) / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    if settings.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type {settings.get('peft_type')!r} is not supported; only LORA is.")
+    special = [key for key in UNSUPPORTED if settings.get(key)]
+    if special or settings.get("bias", "none") != "none":
+        raise ValueError(
+            f"{path}: {_list(special) or 'bias'} is not supported; merge this adapter with PEFT instead."
+        )
+    targets = settings["target_modules"]
+    cfg = PeftConfig(
+        method_type="LORA",
+        r=settings["r"],
+        lora_alpha=settings["lora_alpha"],
+        target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        full_training_modules=tuple(settings.get("modules_to_save") or ()),
+    )
+    return cfg, settings.get("base_model_name_or_path")
+
+
+def load_adapter(policy: nn.Module, checkpoint_dir: str | os.PathLike) -> PeftConfig:
+    """Put a saved adapter on a policy that holds its base weights; adapters are created where there are none.
+
+    Returns:
+        The adapter's resolved settings.
+    Raises:
+        ValueError: another rank or scale than the policy's; a tensor is missing, unexpected or misshapen.
+    """
+    cfg, _ = read_adapter_config(checkpoint_dir)
+    adapted = [module for module in policy.modules() if isinstance(module, _Lora)]
+    if not adapted:
+        cfg = apply_lora(policy, cfg)
+    elif (adapted[0].lora_A.out_features, adapted[0].lora_scaling) != (cfg.r, cfg.scaling):
+        raise ValueError(
+            f"{checkpoint_dir} was trained with --peft.r={cfg.r} --peft.lora-alpha={cfg.lora_alpha}; "
+            "pass the same."
+        )
+    path = Path(checkpoint_dir) / "adapter_model.safetensors"
+    saved, wanted = load_file(path), adapter_state_dict(policy)
+    wrong = [f"missing {key}" for key in wanted.keys() - saved.keys()]
+    wrong += [f"unexpected {key}" for key in saved.keys() - wanted.keys()]
+    wrong += [
+        f"{key} has shape {tuple(saved[key].shape)}, not {tuple(wanted[key].shape)}"
+        for key in wanted.keys() & saved.keys()
+        if saved[key].shape != wanted[key].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} does not fit this policy and its --peft flags: {'; '.join(sorted(wrong)[:5])}."
+        )
+    with torch.no_grad():
+        for key, value in wanted.items():
+            value.copy_(saved[key])
+    return cfg
+
+
+def merge(policy: nn.Module) -> None:
+    """Add every adapter to its weight and remove it; the policy (unsharded) is plain again, still frozen."""
+    for module in list(policy.modules()):
+        if isinstance(module, _Lora):
+            weight, a, b = module.base_weight(), module.lora_A.weight, module.lora_B.weight
+            with torch.no_grad():
+                weight.copy_(merged_weight(weight, a, b, module.lora_scaling))
+            base_class = module.lora_base_class
+            del module.lora_A, module.lora_B, module.lora_scaling, module.lora_base_class
+            module.__class__ = base_class
+
+
+def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    """W + (alpha / r) B A, summed in float64 and given in W's precision."""
+    return (weight.double() + lora_b.double() @ lora_a.double() * scaling).to(weight.dtype)
+
+
+def merge_state_dict(
+    base: dict[str, Tensor], adapter: dict[str, Tensor], scaling: float
+) -> dict[str, Tensor]:
+    """The base's weights with an adapter file's tensors worked in; same keys as the base.
+
+    Raises:
+        ValueError: the adapter holds a tensor for a module that the base lacks, or one of another shape.
+    """
+    merged = dict(base)
+    for peft_key, tensor in adapter.items():
+        key = _own_key(peft_key)
+        module, is_adapter, _ = key.rpartition(".lora_")
+        if not is_adapter:
+            target, new = key, tensor
+        elif key.endswith(".lora_A.weight"):
+            continue
+        else:
+            target = f"{module}.in_proj_weight" if f"{module}.in_proj_weight" in base else f"{module}.weight"
+            lora_a = adapter.get(peft_key.replace(".lora_B.", ".lora_A."))
+            if not key.endswith(".lora_B.weight") or lora_a is None or lora_a.ndim != 2:
+                raise ValueError(f"The adapter's tensor {peft_key} is of a kind that cannot be merged here.")
+            new = tensor.double() @ lora_a.double()
+        if target not in base or base[target].shape != new.shape:
+            has = f"is {tuple(base[target].shape)} in" if target in base else "is not in"
+            raise ValueError(
+                f"The adapter's tensor {peft_key} is for a {tuple(new.shape)} weight; {target} {has} the base; "
+                "give the base that it was trained on."
+            )
+        merged[target] = (base[target].double() + new * scaling if is_adapter else new).to(base[target].dtype)
+    return merged
+
+
+def merge_checkpoint(adapter_dir: Path, out_dir: Path, base_dir: Path | None = None) -> None:
+    """Write a full checkpoint folder from an adapter's and its base's; needs no policy and no GPU.
+
+    Configuration and statistics are those of the adapter's run, which may have had another data set; the base
+    fills in what a folder written by PEFT alone lacks. `out_dir` appears in one rename.
+    """
+    adapter_dir = _pretrained_model(adapter_dir, "adapter_model.safetensors", "--adapter")
+    cfg, named_base = read_adapter_config(adapter_dir)
+    if base_dir is None and named_base is None:
+        raise ValueError(
+            f"{adapter_dir}/adapter_config.json does not say which base it was trained on; pass --base."
+        )
+    base_dir = _pretrained_model(Path(base_dir or str(named_base)), "model.safetensors", "--base")
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise ValueError(f"--out {out_dir} exists; give a new folder.")
+    merged = merge_state_dict(
+        load_file(base_dir / "model.safetensors"),
+        load_file(adapter_dir / "adapter_model.safetensors"),
+        cfg.scaling,
+    )
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    new = out_dir.parent / f".tmp-{out_dir.name}"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    for source in (base_dir, adapter_dir):
+        for file in source.iterdir():
+            if file.suffix in (".json", ".safetensors") and not file.name.startswith(("model.", "adapter_")):
+                shutil.copyfile(file, new / file.name)
+    for name in ("config.json", "train_config.json"):
+        if (new / name).exists():
+            content = json.loads((new / name).read_text())
+            policy_part = content if name == "config.json" else content.get("policy") or {}
+            policy_part.update({"use_peft": False} if "use_peft" in policy_part else {})
+            content.update({"peft": None} if "peft" in content else {})
+            (new / name).write_text(json.dumps(content, indent=4))
+    save_file(
+        {key: value.contiguous() for key, value in merged.items()},
+        new / "model.safetensors",
+        {"format": "pt"},
+    )
+    if out_dir.exists():
+        out_dir.rmdir()
+    new.rename(out_dir)
+
+
+def _pretrained_model(path: Path, file: str, flag: str) -> Path:
+    for folder in (path, path / "pretrained_model"):
+        if (folder / file).is_file():
+            return folder
+    raise ValueError(
+        f"{flag} {path} has no {file}; give a checkpoint's folder (DCP shards: convert them first)."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Merge an adapter checkpoint into full weights.")
+    merge_parser = parser.add_subparsers(dest="command", required=True).add_parser("merge")
+    merge_parser.add_argument(
+        "--adapter", type=Path, required=True, help="folder with adapter_model.safetensors"
+    )
+    merge_parser.add_argument(
+        "--base", type=Path, help="folder with model.safetensors; default: the adapter's own note"
+    )
+    merge_parser.add_argument("--out", type=Path, required=True, help="new folder for the full checkpoint")
+    args = parser.parse_args()
+    try:
+        merge_checkpoint(args.adapter, args.out, args.base)
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from None
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
