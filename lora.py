@@ -9,10 +9,11 @@
     python lora.py merge --adapter DIR --out DIR [--base DIR]  # full weights from an adapter checkpoint
 
 What can be adapted: every nn.Linear, and attention with packed projections (a module that owns
-`in_proj_weight` and a Linear `out_proj`: torch's nn.MultiheadAttention and the like), always as a whole, its
-packed query, key and value weight and its out_proj, as PEFT does. The base keeps its parameters, their names
-and its class names, so weights, wrap units and compiled regions are found as before. It is frozen; only
-adapters and `full_training_modules` train.
+`in_proj_weight` and a Linear `out_proj`: torch's nn.MultiheadAttention and the like). There one adapter serves
+query, key and value, as in PEFT, but out_proj stays as it is: peft up to 0.21 adds its adapter twice (pull
+request huggingface/peft#3774), so the file holds zeros for it. The base keeps its parameters, their names and its
+class names, so weights, wrap units and compiled regions are found as before. It is frozen; only adapters and
+`full_training_modules` train.
 
 There is no lora_dropout: its masks would come from a global generator, and a run would depend on its layout.
 
@@ -30,10 +31,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 PEFT_DEFAULT_ALPHA = 8
 PEFT_PREFIX = "base_model.model."
+PEFT_OUT_PROJ = "base_layer.out_proj"  # PEFT wraps an attention, and the wrapped one is its base_layer
 TRAINED_IN_FULL = "trained_in_full"  # attribute of such a module
 
 # What PEFT 0.21 writes beside the keys that `adapter_config` fills, with its defaults.
@@ -70,17 +73,26 @@ class PeftConfig:
     """What gets adapters: names or dotted endings of names (linear1 self_attn), or one regular expression
     that covers the whole name. None or all-linear: every linear layer outside attention; name self_attn and
     multihead_attn to adapt attention too."""
-    full_training_modules: tuple[str, ...] = ()
+    full_training_modules: tuple[str, ...] | None = None
     """Modules, by name or dotted ending, trained in full and stored with the adapter: action_head for a new
     robot, say."""
 
     def __post_init__(self):
+        for name in ("target_modules", "full_training_modules"):
+            object.__setattr__(self, name, _names(getattr(self, name)))
         if self.method_type is not None and self.method_type.upper() != "LORA":
             raise ValueError(
                 f"--peft.method-type={self.method_type} is not supported; use LORA, or leave it out."
             )
         if self.r < 1:
             raise ValueError(f"--peft.r={self.r} is not a rank; use 1 or more.")
+        if self.target_modules and _regex(self.target_modules):
+            try:
+                re.compile(self.target_modules[0])
+            except re.error as error:
+                raise ValueError(
+                    f"--peft.target-modules={self.target_modules[0]} is no regular expression: {error}."
+                ) from None
         if self.lora_alpha is not None and self.lora_alpha <= 0:
             raise ValueError(
                 f"--peft.lora-alpha={self.lora_alpha} must be positive; leave it out for PEFT's 8."
@@ -95,6 +107,13 @@ class PeftConfig:
         return (PEFT_DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha) / self.r
 
 
+def _names(value) -> tuple[str, ...] | None:
+    """Names as a tuple: from words, a saved list, or one word of JSON as on lerobot-train's command line."""
+    if value is not None and len(value) == 1 and re.match(r"\[\s*[\"\]]", value[0]):
+        value = json.loads(value[0])
+    return None if value is None else tuple(value)
+
+
 def apply_lora(policy: nn.Module, cfg: PeftConfig) -> PeftConfig:
     """Freeze the policy and add adapters to it in place; its outputs stay the same while B is zero.
 
@@ -105,18 +124,15 @@ def apply_lora(policy: nn.Module, cfg: PeftConfig) -> PeftConfig:
     Raises:
         ValueError: an entry of the targets fits no module, or one that cannot be adapted.
     """
-    full = _full_training_modules(policy, cfg.full_training_modules)
+    full = _full_training_modules(policy, cfg.full_training_modules or ())
     targets = _targets(policy, cfg.target_modules, full)
     policy.requires_grad_(False)
     for path in full:
         policy.get_submodule(path).requires_grad_(True)
         setattr(policy.get_submodule(path), TRAINED_IN_FULL, True)
     for path in targets:
-        if _is_packed_attention(policy.get_submodule(path)):
-            _extend(policy.get_submodule(path), _LoraAttention, cfg)
-            _extend(policy.get_submodule(f"{path}.out_proj"), _LoraWeight, cfg)
-        else:
-            _extend(policy.get_submodule(path), _LoraLinear, cfg)
+        module = policy.get_submodule(path)
+        _extend(module, _LoraAttention if _is_packed_attention(module) else _LoraLinear, cfg)
     stored = cfg.target_modules
     if stored is None or stored == ("all-linear",):
         stored = _endings(policy, targets)
@@ -137,10 +153,6 @@ class _Lora(nn.Module):
         weight = self._parameters[self.adapted]
         assert weight is not None
         return weight
-
-    def summed_weight(self) -> Tensor:
-        weight = self.base_weight()
-        return (weight + self.lora_B.weight @ self.lora_A.weight * self.lora_scaling).to(weight.dtype)
 
 
 class _LoraLinear(_Lora):
@@ -163,17 +175,10 @@ class _LoraAttention(_Lora):
 
     @property
     def in_proj_weight(self) -> Tensor:
-        return self.summed_weight()
-
-
-class _LoraWeight(_Lora):
-    """The same for attention's out_proj, a Linear whose owner may read `weight` without ever calling it."""
-
-    adapted = "weight"
-
-    @property
-    def weight(self) -> Tensor:
-        return self.summed_weight()
+        weight = self.base_weight()
+        if isinstance(weight, DTensor):  # a shard, outside forward: FSDP itself reads it under this name
+            return weight
+        return (weight + self.lora_B.weight @ self.lora_A.weight * self.lora_scaling).to(weight.dtype)
 
 
 def _extend(module: nn.Module, form: type[_Lora], cfg: PeftConfig) -> None:
@@ -231,28 +236,22 @@ def _targets(policy: nn.Module, asked: tuple[str, ...] | None, full: list[str]) 
     if asked is None or asked == ("all-linear",):
         paths = linears
     else:
-        paths = []
-        regex = _regex(asked)
+        paths, regex = [], _regex(asked)
         names = [path for path, _ in policy.named_modules() if path]
         for entry in asked:
-            fitting = [p for p in names if (re.fullmatch(entry, p) if regex else _fits(p, entry))]
-            usable = [p for p in fitting if p in linears or p in attentions]
-            alone = [p for p in fitting if p in inside and p.removesuffix(".out_proj") not in usable]
-            if alone:
-                owner = alone[0].removesuffix(".out_proj")
+            fitting = [path for path in names if (re.fullmatch(entry, path) if regex else _fits(path, entry))]
+            odd = [path for path in fitting if path not in linears + attentions]
+            if odd and odd[0] in inside:
+                owner = odd[0].split(".")[-2]
                 raise ValueError(
-                    f"--peft.target-modules: {alone[0]!r} belongs to a packed attention: alone it would train "
-                    f"to no effect in PEFT; name {owner.rsplit('.', 1)[-1]} instead; {what_can_be}."
+                    f"--peft.target-modules: {entry!r} selects {odd[0]}, part of a packed attention, which "
+                    f"PEFT would train to no effect; name {owner} for query, key and value; {what_can_be}."
                 )
-            odd = [p for p in fitting if p not in usable and p not in inside]
-            # A regular expression may well run over containers; a name that was written out may not.
-            if not usable or (odd and not regex):
+            if odd or not fitting:
                 kind = f"is a {type(policy.get_submodule(odd[0])).__name__}" if odd else "fits no module"
-                packed = (
-                    ": query, key and value share one weight" if entry.split(".")[-1] in PACKED_PARTS else ""
-                )
+                packed = " (query, key and value share one weight)" if entry.endswith(PACKED_PARTS) else ""
                 raise ValueError(f"--peft.target-modules: {entry!r} {kind}{packed}; {what_can_be}.")
-            paths += [p for p in usable if p not in paths]
+            paths += [path for path in fitting if path not in paths]
     paths = [p for p in paths if not any(p == f or p.startswith(f"{f}.") for f in full)]
     if not paths:
         raise ValueError(
@@ -287,21 +286,19 @@ def adapter_state_dict(policy: nn.Module) -> dict[str, Tensor]:
     """
     policy = policy.module if isinstance(policy, DistributedDataParallel) else policy
     mine: tuple[str, ...] = ()
+    unused: dict[str, Tensor] = {}
     for path, module in policy.named_modules():
         if isinstance(module, _Lora):
             mine += (f"{path}.lora_A.", f"{path}.lora_B.")
+        if isinstance(module, _LoraAttention):
+            a, b = module.lora_A, module.lora_B
+            size, out_proj = a.in_features, f"{PEFT_PREFIX}{path}.{PEFT_OUT_PROJ}"
+            unused[f"{out_proj}.lora_A.weight"] = a.weight.new_zeros(a.out_features, size)
+            unused[f"{out_proj}.lora_B.weight"] = a.weight.new_zeros(size, b.in_features)
         if getattr(module, TRAINED_IN_FULL, False):
             mine += (f"{path}.",)
-    return {_peft_key(key): value for key, value in policy.state_dict().items() if key.startswith(mine)}
-
-
-def _peft_key(key: str) -> str:
-    """PEFT wraps an attention, and the wrapped one is its `base_layer`."""
-    return PEFT_PREFIX + re.sub(r"\.out_proj\.(lora_[AB]\.weight)$", r".base_layer.out_proj.\1", key)
-
-
-def _own_key(key: str) -> str:
-    return key.removeprefix(PEFT_PREFIX).replace(".base_layer.out_proj.", ".out_proj.")
+    used = {PEFT_PREFIX + key: value for key, value in policy.state_dict().items() if key.startswith(mine)}
+    return used | unused
 
 
 def adapter_config(cfg: PeftConfig, base_path: str | os.PathLike | None) -> dict:
@@ -314,7 +311,7 @@ def adapter_config(cfg: PeftConfig, base_path: str | os.PathLike | None) -> dict
                 **PEFT_DEFAULTS,
                 "base_model_name_or_path": None if base_path is None else str(base_path),
                 "lora_alpha": PEFT_DEFAULT_ALPHA if cfg.lora_alpha is None else cfg.lora_alpha,
-                "modules_to_save": list(cfg.full_training_modules) or None,
+                "modules_to_save": list(cfg.full_training_modules or ()) or None,
                 "peft_type": "LORA",
                 "r": cfg.r,
                 "target_modules": targets[0] if _regex(targets) else list(targets),
@@ -340,7 +337,7 @@ def read_adapter_config(checkpoint_dir: str | os.PathLike) -> tuple[PeftConfig, 
         r=settings["r"],
         lora_alpha=settings["lora_alpha"],
         target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(targets)),
-        full_training_modules=tuple(settings.get("modules_to_save") or ()),
+        full_training_modules=tuple(settings.get("modules_to_save") or ()) or None,
     )
     return cfg, settings.get("base_model_name_or_path")
 
@@ -375,10 +372,20 @@ def load_adapter(policy: nn.Module, checkpoint_dir: str | os.PathLike) -> PeftCo
         raise ValueError(
             f"{path} does not fit this policy and its --peft flags: {'; '.join(sorted(wrong)[:5])}."
         )
+    _refuse_out_proj(saved)
     with torch.no_grad():
         for key, value in wanted.items():
             value.copy_(saved[key])
     return cfg
+
+
+def _refuse_out_proj(adapter: dict[str, Tensor]) -> None:
+    for key, tensor in adapter.items():
+        if key.endswith(f".{PEFT_OUT_PROJ}.lora_B.weight") and tensor.any():
+            raise ValueError(
+                f"The adapter's tensor {key} is not zero, and versions of peft differ in what it means "
+                "(huggingface/peft#3774); merge this adapter with the peft that trained it."
+            )
 
 
 def merge(policy: nn.Module) -> None:
@@ -406,9 +413,12 @@ def merge_state_dict(
     Raises:
         ValueError: the adapter holds a tensor for a module that the base lacks, or one of another shape.
     """
+    _refuse_out_proj(adapter)
     merged = dict(base)
     for peft_key, tensor in adapter.items():
-        key = _own_key(peft_key)
+        if f".{PEFT_OUT_PROJ}.lora_" in peft_key:
+            continue
+        key = peft_key.removeprefix(PEFT_PREFIX)
         module, is_adapter, _ = key.rpartition(".lora_")
         if not is_adapter:
             target, new = key, tensor
@@ -423,7 +433,7 @@ def merge_state_dict(
         if target not in base or base[target].shape != new.shape:
             has = f"is {tuple(base[target].shape)} in" if target in base else "is not in"
             raise ValueError(
-                f"The adapter's tensor {peft_key} is for a {tuple(new.shape)} weight; {target} {has} the base; "
+                f"{peft_key} of the adapter is for a {tuple(new.shape)} weight; {target} {has} the base; "
                 "give the base that it was trained on."
             )
         merged[target] = (base[target].double() + new * scaling if is_adapter else new).to(base[target].dtype)
@@ -456,7 +466,7 @@ def merge_checkpoint(adapter_dir: Path, out_dir: Path, base_dir: Path | None = N
     new.mkdir()
     for source in (base_dir, adapter_dir):
         for file in source.iterdir():
-            if file.suffix in (".json", ".safetensors") and not file.name.startswith(("model.", "adapter_")):
+            if file.name in ("config.json", "train_config.json") or file.name.startswith("policy_"):
                 shutil.copyfile(file, new / file.name)
     for name in ("config.json", "train_config.json"):
         if (new / name).exists():
