@@ -9,11 +9,11 @@
     python lora.py merge --adapter DIR --out DIR [--base DIR]  # full weights from an adapter checkpoint
 
 What can be adapted: every nn.Linear, and attention with packed projections (a module that owns
-`in_proj_weight` and a Linear `out_proj`: torch's nn.MultiheadAttention and the like). There one adapter serves
-query, key and value, as in PEFT, but out_proj stays as it is: peft up to 0.21 adds its adapter twice (pull
-request huggingface/peft#3774), so the file holds zeros for it. The base keeps its parameters, their names and its
-class names, so weights, wrap units and compiled regions are found as before. It is frozen; only adapters and
-`full_training_modules` train.
+`in_proj_weight` and a Linear `out_proj`: torch's nn.MultiheadAttention and the like). There one adapter
+serves query, key and value, as in PEFT, but out_proj stays as it is: peft up to 0.21 adds its adapter twice
+(pull request huggingface/peft#3774), so the file holds zeros for it. The base keeps its parameters, their
+names and its class names, so weights, wrap units and compiled regions are found as before. It is frozen; only
+adapters and `full_training_modules` train.
 
 There is no lora_dropout: its masks would come from a global generator, and a run would depend on its layout.
 
