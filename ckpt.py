@@ -132,20 +132,12 @@ class CheckpointWriter:
             keep_last: whole checkpoints of this run directory that stay; None keeps all.
             sharded: FSDP or HSDP; only then are there shards to write.
         """
-        if checkpoint_format not in ("safetensors", "dcp", "safetensors_dcp"):
-            raise ValueError(
-                f"--checkpoint-format={checkpoint_format} is unknown; use safetensors, dcp or safetensors_dcp."
-            )
-        if checkpoint_format != "safetensors" and not sharded:
-            raise ValueError(
-                f"--checkpoint-format={checkpoint_format} needs a sharded run (--parallelism.dp-shard other than 1); "
-                "other runs write safetensors."
-            )
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"--keep-last={keep_last} would delete every checkpoint; use 1 or more.")
+        check_flags(checkpoint_format, sharded, keep_last)
         self.checkpoints = Path(run_dir) / "checkpoints"
         self.format, self.keep_last, self.async_save = checkpoint_format, keep_last, async_save
         self.sharded = sharded
+        self.last_published: int | None = None
+        """Step of the newest checkpoint that this writer has on disk."""
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._group = None
@@ -168,6 +160,7 @@ class CheckpointWriter:
         run_config: dict,
         stats: Mapping[str, Mapping[str, Any]] | None,
         adapter: dict | None = None,
+        best: bool = False,
     ) -> float:
         """Collective: write `checkpoints/STEP` and point `last` at it.
 
@@ -177,6 +170,7 @@ class CheckpointWriter:
             policy_config: content of config.json.
             adapter: {"state_dict": file key -> live tensor, "config": content of adapter_config.json}; stored
                 in place of the weights.
+            best: point `checkpoints/best` at it as well; --keep-last never deletes what is pointed at.
         Returns:
             Seconds that the training was held up.
         Raises:
@@ -191,6 +185,7 @@ class CheckpointWriter:
         content = self._collect(
             step, policy, optimizer, scheduler, scaler, state, policy_config, run_config, stats, adapter
         )
+        content.best = best
         if self.async_save:
             self._thread = threading.Thread(target=self._write_in_background, args=(content,), daemon=True)
             self._thread.start()
@@ -328,7 +323,7 @@ class CheckpointWriter:
             self._together(lambda: self._prepare(tmp) if main else None)
             self._together(lambda: self._write_shards(tmp, content))
             self._together(lambda: self._write_files(tmp, content) if main else None)
-            self._together(lambda: self._publish(tmp, content.name) if main else None)
+            self._together(lambda: self._publish(tmp, content) if main else None)
         except CheckpointError as error:
             if main:
                 shutil.rmtree(tmp, ignore_errors=True)
@@ -336,6 +331,7 @@ class CheckpointWriter:
                 f"The checkpoint of step {content.step} was not written to {self.checkpoints}: {error} "
                 f"The previous one ({_read_pointer(self.checkpoints / 'last') or 'there is none'}) is as it was."
             ) from None
+        self.last_published = content.step
         if main:
             self._retain(content.name)
 
@@ -398,14 +394,16 @@ class CheckpointWriter:
         for directory in [*(d for d in tmp.rglob("*") if d.is_dir()), tmp]:
             _flush(directory)
 
-    def _publish(self, tmp: Path, name: str) -> None:
-        final = self.checkpoints / name
+    def _publish(self, tmp: Path, content: "_Content") -> None:
+        final = self.checkpoints / content.name
         if final.exists():  # a run that was resumed from an earlier step comes by again
             _exchange(tmp, final)
         else:
             os.rename(tmp, final)
         _flush(self.checkpoints)
-        point(self.checkpoints, "last", name)
+        point(self.checkpoints, "last", content.name)
+        if content.best:
+            point(self.checkpoints, "best", content.name)
         if tmp.exists():
             _remove(tmp)
 
@@ -437,10 +435,26 @@ class _Content:
 
     name: str
     step: int
+    best: bool = False
     shards: dict[str, dict] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     json: dict[str, Any] = field(default_factory=dict)
     encoded: dict[str, bytes] = field(default_factory=dict)
+
+
+def check_flags(checkpoint_format: str, sharded: bool, keep_last: int | None) -> None:
+    """Raise a ValueError for what no `CheckpointWriter` can do."""
+    if checkpoint_format not in ("safetensors", "dcp", "safetensors_dcp"):
+        raise ValueError(
+            f"--checkpoint-format={checkpoint_format} is unknown; use safetensors, dcp or safetensors_dcp."
+        )
+    if checkpoint_format != "safetensors" and not sharded:
+        raise ValueError(
+            f"--checkpoint-format={checkpoint_format} needs a sharded run (--parallelism.dp-shard other than 1); "
+            "other runs write safetensors."
+        )
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"--keep-last={keep_last} would delete every checkpoint; use 1 or more.")
 
 
 def unwrap(policy: nn.Module) -> nn.Module:
@@ -1327,6 +1341,12 @@ def resolve_resume(path: str | os.PathLike, output_dir: str | os.PathLike | None
     )
 
 
+def run_dir_of(step_dir: Path) -> Path:
+    """The run directory that a step directory of `resolve_resume` lies in."""
+    parent = step_dir.resolve().parent
+    return parent.parent if parent.name == "checkpoints" else parent
+
+
 def find_checkpoints(checkpoints: Path) -> list[tuple[Path, list[str]]]:
     """Step directories, oldest first, each with what is wrong with it.
 
@@ -1563,11 +1583,11 @@ def lerobot_train_config(run_config: dict, policy_config: dict, parallelism: dic
 def _lerobot_scheduler(scheduler: dict, steps: int, lr: float) -> dict | None:
     """The schedule under LeRobot's names; None for a constant rate."""
     name, warmup = scheduler.get("name"), int(scheduler.get("warmup_steps") or 0)
-    if name in (None, "none", "constant") and not warmup:
+    if name in (None, "none"):
         return None
     if name == "cosine":
         decay = {"num_decay_steps": int(scheduler.get("decay_steps") or steps), "peak_lr": float(lr)}
-        decay["decay_lr"] = float(scheduler.get("min_lr") or scheduler.get("decay_lr") or 0.0)
+        decay["decay_lr"] = float(lr) * float(scheduler.get("final_lr_ratio") or 0.0)
         return {"type": "cosine_decay_with_warmup", "num_warmup_steps": warmup, **decay}
     return {"type": "constant_with_warmup", "num_warmup_steps": warmup}
 
@@ -1614,12 +1634,12 @@ def run_config_from_lerobot(config: dict) -> dict:
         if scheduler["type"] not in ("cosine_decay_with_warmup", "constant_with_warmup"):
             log.warning("LeRobot's schedule %s is read as the nearest of ours.", scheduler["type"])
         cosine = "cosine" in scheduler["type"] or scheduler.get("name") == "cosine"
-        run["scheduler"] = {"name": "cosine" if cosine else "warmup"}
+        run["scheduler"] = {"name": "cosine" if cosine else "linear"}
         run["scheduler"]["warmup_steps"] = scheduler.get("num_warmup_steps") or 0
         if cosine and scheduler.get("num_decay_steps"):
             run["scheduler"] |= {
                 "decay_steps": scheduler["num_decay_steps"],
-                "min_lr": scheduler.get("decay_lr", 0.0),
+                "final_lr_ratio": scheduler.get("decay_lr", 0.0) / scheduler.get("peak_lr", optimizer["lr"]),
             }
     if part("peft"):
         names = ("method_type", "r", "lora_alpha", "target_modules", "full_training_modules")

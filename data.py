@@ -1,25 +1,26 @@
 """LeRobot data sets as batches for ACT: reader, frame cache, sample order, loader, and a check of a data set.
 
-    python data.py check --root DIR [--fix-stats]      every problem of a data set, named; exit 1 if there is one
-    python data.py cache --root DIR [--image-size H W] decode the videos into the frame cache ahead of a run
+    python data.py check --root DIR [--fix-stats]   every problem of a data set, named; exit 1 if there is any
+    python data.py cache --root DIR                 decode its frames into the cache ahead of a run
 
     train, val = open_dataset(DatasetConfig(root="DIR"), chunk_size=100)
-    batches = TrainBatches(train, seed=0, batch_size=8, rank=0, world_size=1, accumulation_steps=1, steps=1000)
+    batches = TrainBatches(train, seed=0, batch_size=8, rank=0, world_size=1, accumulation_steps=1, steps=100)
     for batch in to_device(make_loader(batches, num_workers=4, pin_memory=True), device): ...
 
 A batch (B samples, S = chunk_size, A action_dim); frames stay uint8 until they are on the device:
 
-    "observation.state" (B, state_dim), "observation.environment_state" (B, env_dim) float32, each if the set has it
+    "observation.state" (B, state_dim), "observation.environment_state" (B, env_dim) float32, if the set has it
     "observation.images.NAME"  (B, 3, H, W) uint8, one for each camera
-    "action" (B, S, A) float32, "action_is_pad" (B, S) bool     past an episode's end the last action is repeated
+    "action" (B, S, A) float32, "action_is_pad" (B, S) bool   past an episode's end its last action is repeated
     "index", "episode_index", "frame_index", "task_index" (B,) int64, "timestamp" (B,) float32
-    "num_valid" () float32, "noise_seed" (B,) int64             training only, see TrainBatches
+    "num_valid" () float32, "noise_seed" (B,) int64           training only, see TrainBatches
+    "sample_weight" (B,) float32                              validation only, see ValBatches
 
-Read: LeRobot v3.0, v2.1 and v2.0; AV1, H.264, H.265 and whatever else PyAV's FFmpeg decodes; PNG and JPEG inside
-parquet. Needs pyarrow for a data set on disk and av for its videos. Every file is JSON, parquet, an image or a
-video: nothing that is read can run code, and a path in the metadata cannot leave the data set's directory.
+Read: LeRobot v3.0, v2.1 and v2.0; AV1, H.264, H.265 and what else PyAV's FFmpeg decodes; PNG and JPEG inside
+parquet. Needs pyarrow for a data set on disk and av for its videos. All files are JSON, parquet, images or
+videos: nothing that is read can run code, and a path in the metadata cannot leave the data set's directory.
 
-The rules, each in one place: which episodes (`split_episodes`), which statistics (`_statistics`), in which order
+The rules, each in one place: which episodes (`split_episodes`), which statistics (`_statistics`), which order
 (`SampleOrder`), which frame belongs to a row (`_match_frames`), what is cached and where (`cached`).
 """
 
@@ -63,34 +64,35 @@ class DatasetError(ValueError):
 @dataclass(frozen=True)
 class DatasetConfig:
     root: str | None = None
-    """Directory of a LeRobot data set (the one that holds meta/, data/, videos/). None: --dataset.repo-id, or the embedded task."""
+    """Directory of a LeRobot data set, the one that holds meta/, data/ and videos/. None: --dataset.repo-id."""
     repo_id: str | None = None
-    """USER/NAME of a LeRobot data set: taken from the local caches, downloaded only if it is in none of them."""
+    """USER/NAME of a LeRobot data set: found in the local caches, downloaded only if it is in none of them."""
     episodes: tuple[int, ...] | None = None
-    """Episodes to train on, in any order (the order changes nothing). None: all. The statistics are those of the chosen ones."""
+    """Episodes to train on; their order changes nothing, and the statistics are theirs. None: all."""
     val_episodes: tuple[int, ...] | None = None
     """Episodes held out for the validation loss, never trained on."""
     val_split: float = 0.0
     """Fraction of the chosen episodes, taken from the end, that is held out for the validation loss."""
     action_key: str = ACTION
-    """The data set's column that is the action; it is renamed to "action"."""
+    """The data set's column that is the action; it becomes "action"."""
     state_key: str = STATE
-    """The data set's column that is the robot's state; it is renamed to "observation.state"."""
+    """The data set's column that is the robot's state; it becomes "observation.state"."""
     image_keys: tuple[str, ...] | None = None
-    """Cameras to use. None: all. They stay in the data set's order, which is the order of the policy's image tokens."""
+    """Cameras to use; their order stays the data set's, which is that of the image tokens. None: all."""
     image_size: tuple[int, int] | None = None
-    """Resize every camera to H W (bilinear, antialiased), once when caching or at each decode. None: as stored."""
+    """Height and width that all frames are resized to (bilinear, antialiased). None: as stored."""
     cache: Literal["auto", "disk", "ram", "off"] = "auto"
-    """Decoded frames in memory-mapped files: "disk" or "ram" (/dev/shm, freed at the end of the run), shared by the processes of a node.
-    "off" decodes on demand. "auto" is disk where it takes at most half the free space, and off elsewhere."""
+    """Decoded frames in memory-mapped files that a node's processes share: "disk" in cache_dir, "ram" in
+    /dev/shm until the run ends. "off" decodes on demand. "auto": disk if half its free space will do, else off."""
     cache_dir: str | None = None
-    """Where the frame cache is. None: $XDG_CACHE_HOME/act-frames or ~/.cache/act-frames."""
+    """Directory of the frame cache. None: $XDG_CACHE_HOME/act-frames or ~/.cache/act-frames."""
     tolerance_s: float = 1e-4
-    """Seconds that a video frame may be away from its row's timestamp. Raise it for recordings with real clock times."""
+    """Seconds that a video frame may be away from its row's time; raise it for real clock times."""
     use_imagenet_stats: bool = True
-    """Normalise 3-channel cameras with ImageNet's mean and std, which the pretrained backbone expects, not with the data set's."""
+    """Normalise 3-channel cameras with ImageNet's mean and std, as the pretrained backbone expects."""
     min_std: float = 1e-3
-    """Floor for the std of each joint of state and action, in its own unit, so that a joint that hardly moves is not blown up. 0 is LeRobot's rule, 0.01 the original ACT's."""
+    """Least std of a joint of state or action, in its own unit, so that one that hardly moves is not blown
+    up by normalisation. 0 is LeRobot's rule, 0.01 the original ACT's."""
 
 
 # ---- open a data set ---------------------------------------------------------------------------------------
@@ -443,16 +445,20 @@ class TrainBatches(Dataset):
         """Of the step's first sample over all ranks."""
         return self.samples_seen + (step - self.steps.start) * self.batch_size * self.world_size
 
-    def __getitem__(self, step: int) -> dict[str, Tensor]:
+    def window(self, step: int) -> range:
+        """The steps whose gradients make one optimizer step with this one's; cut where the run starts and ends."""
         accumulation = self.accumulation_steps
-        first = max(self.steps.start, step // accumulation * accumulation)
-        stop = min((step // accumulation + 1) * accumulation, self.steps.stop)
-        window = np.arange(self.position(first), self.position(stop))
+        first = step // accumulation * accumulation
+        return range(max(self.steps.start, first), min(first + accumulation, self.steps.stop))
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        steps = self.window(step)
+        window = np.arange(self.position(steps.start), self.position(steps.stop))
         frames = self.order.frame(window)
         mine = slice(self.position(step) + self.rank * self.batch_size - window[0], None)
         mine = slice(mine.start, mine.start + self.batch_size)
         batch = self.dataset.get_batch(frames[mine])
-        pieces = self.world_size * (stop - first)
+        pieces = self.world_size * len(steps)
         batch["num_valid"] = torch.tensor(
             self.dataset.valid_steps(frames).sum() / pieces, dtype=torch.float32
         )

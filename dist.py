@@ -308,7 +308,7 @@ def any_rank(cluster: Cluster, flag: bool) -> bool:
 class StopVote:
     """`any_rank` for every step, without waiting: a message in the background, read at the next poll.
 
-    Collective: poll on every rank. A flag raised by one rank in step n is seen by all of them in step n + 1.
+    Collective: poll on every rank. What one rank votes in step n is seen by all of them in step n + 1.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -316,13 +316,14 @@ class StopVote:
         self._vote = torch.zeros(1, dtype=torch.int32)
         self._work: Any = None
 
-    def poll(self, flag: bool) -> bool:
+    def poll(self, number: int) -> int:
+        """Vote `number`, 0 to go on. Returns the largest vote of the poll before."""
         if self._alone:
-            return flag
+            return number
         if self._work is not None:
             self._work.wait()
-        stop = bool(self._vote.item())
-        self._vote = torch.tensor([flag or stop], dtype=torch.int32)
+        stop = int(self._vote.item())
+        self._vote = torch.tensor([number or stop], dtype=torch.int32)
         self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
         return stop
 
@@ -846,11 +847,14 @@ class MetricSums:
     Values are added into memory of its own at once, so a CUDA graph may overwrite them in its next replay.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, state: dict[str, Any] | None = None) -> None:
+        """`state`: what `state_dict` gave when a run was stopped between two log steps, on whatever layout."""
         self._cluster = cluster
-        self._sums: dict[
-            tuple[str, ...], Tensor
-        ] = {}  # names -> (names + 1,): weighted sums, then the weight
+        # names -> (names + 1,): weighted sums, then the weight
+        self._sums: dict[tuple[str, ...], Tensor] = {}
+        for names, sums in (state or {}).get("sums", []):
+            kept = torch.tensor(sums, dtype=torch.float64, device=cluster.device)
+            self._sums[tuple(names)] = kept if cluster.is_main else torch.zeros_like(kept)
         self._times: dict[str, tuple[float, int]] = {}
 
     @torch.no_grad()
@@ -861,7 +865,9 @@ class MetricSums:
         others.
         """
         names, device = tuple(values), self._cluster.device
-        sums = self._sums.setdefault(names, torch.zeros(len(names) + 1, dtype=torch.float64, device=device))
+        if names not in self._sums:
+            self._sums[names] = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
+        sums = self._sums[names]
         row = torch.stack([value.to(device) for value in values.values()])
         if isinstance(weight, Tensor):
             row = torch.where(weight > 0, row * weight, 0)
@@ -878,13 +884,7 @@ class MetricSums:
 
     def reduce(self) -> dict[str, float]:
         """Collective: call on every rank; all get the result. The next sums start at zero."""
-        times = torch.tensor([total / count for total, count in self._times.values()], dtype=torch.float64)
-        mine = torch.cat([*self._sums.values(), times.to(self._cluster.device)])
-        every = [mine]
-        if self._cluster.world_size > 1:
-            every = [torch.empty_like(mine) for _ in range(self._cluster.world_size)]
-            dist.all_gather(every, mine)  # one message serves the means and the slowest
-        rows = torch.stack(every).cpu()  # the one host read
+        rows = self._gather()
         result: dict[str, float] = {}
         at = 0
         for names in self._sums:
@@ -894,3 +894,36 @@ class MetricSums:
         result |= dict(zip(self._times, rows[:, at:].amax(0).tolist()))
         self._sums, self._times = {}, {}
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: call on every rank; all get the sums over ranks, which go on undisturbed."""
+        totals, at, sums = self._gather().sum(0).tolist(), 0, []
+        for names in self._sums:
+            sums.append([list(names), totals[at : at + len(names) + 1]])
+            at += len(names) + 1
+        return {"sums": sums}
+
+    def _gather(self) -> Tensor:
+        """(ranks, values) on the host: the sums, then the times."""
+        times = torch.tensor([total / count for total, count in self._times.values()], dtype=torch.float64)
+        mine = torch.cat([*self._sums.values(), times.to(self._cluster.device)])
+        every = [mine]
+        if self._cluster.world_size > 1:
+            every = [torch.empty_like(mine) for _ in range(self._cluster.world_size)]
+            dist.all_gather(every, mine)  # one message serves the means and the slowest
+        return torch.stack(every).cpu()  # the one host read
+
+
+def sum_over_ranks(cluster: Cluster, value: Tensor) -> Tensor:
+    """Collective: call on every rank; all get the sum. `value` is overwritten."""
+    if cluster.world_size > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def gathered_state_dict(policy: nn.Module) -> dict[str, Tensor]:
+    """Collective: call on every rank; all get the whole tensors, of a sharded or an unsharded policy."""
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in policy.state_dict().items()
+    }
