@@ -32,6 +32,7 @@ import contextlib
 import dataclasses
 import datetime
 import inspect
+import json
 import os
 import re
 import time
@@ -340,9 +341,8 @@ def from_main(cluster: Cluster, value: Any) -> Any:
 def raise_together(cluster: Cluster) -> Iterator[None]:
     """An error inside, on any rank, becomes an error on all. The body must hold no collective.
 
-    Collective: enter on every rank. A user's error (ValueError, FileNotFoundError, ImportError) is raised
-    with the same type and sentence everywhere. Any other leaves its own rank as it is, and quoted from the
-    others.
+    Collective: enter on every rank. A user's error (ValueError, OSError, ImportError) has the same sentence
+    everywhere. Any other leaves its own rank as it is, and is quoted by the others.
     """
     error: Exception | None = None
     try:
@@ -354,20 +354,25 @@ def raise_together(cluster: Cluster) -> Iterator[None]:
     if not any_rank(cluster, error is not None):
         return
     errors: list[Any] = [None] * cluster.world_size
-    dist.all_gather_object(
-        errors, None if error is None else (_user_error(error), type(error).__name__, str(error))
-    )
+    dist.all_gather_object(errors, None if error is None else _described(error))
     first = next(rank for rank, e in enumerate(errors) if e is not None)
-    kind, name, sentence = errors[first]
-    if error is not None and (cluster.rank == first or _user_error(error) is None):
+    if error is not None and (cluster.rank == first or _described(error)[0] == "RuntimeError"):
         raise error
-    raise kind(sentence) if kind else RuntimeError(f"rank {first} failed with {name}: {sentence}")
+    raise _restored(errors[first], first)
 
 
-def _user_error(error: Exception) -> type[Exception] | None:
-    return next(
-        (kind for kind in (ValueError, FileNotFoundError, ImportError) if isinstance(error, kind)), None
-    )
+def _described(error: BaseException) -> tuple[str, str]:
+    """(type, sentence) for other ranks: a user's error as it is, any other quoted."""
+    for kind in (ValueError, OSError, ImportError):
+        if isinstance(error, kind):
+            return kind.__name__, str(error)
+    return "RuntimeError", f"{type(error).__name__}: {error}"
+
+
+def _restored(described: Iterable[str], rank: int) -> Exception:
+    name, sentence = described
+    kinds = {"ValueError": ValueError, "OSError": OSError, "ImportError": ImportError}
+    return kinds[name](sentence) if name in kinds else RuntimeError(f"rank {rank} failed with {sentence}")
 
 
 def rank0_first(cluster: Cluster, prepare: Callable[[], Any], per_node: bool = False) -> None:
@@ -388,16 +393,14 @@ def rank0_first(cluster: Cluster, prepare: Callable[[], Any], per_node: bool = F
         try:
             prepare()
         except BaseException as error:
-            store.set(
-                key, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
+            store.set(key, json.dumps(_described(error)))
             raise
-        store.set(key, "")
+        store.set(key, "null")
         return
     while not store.check([key]):
         time.sleep(0.1)
-    if sentence := store.get(key).decode():
-        raise ValueError(sentence)
+    if described := json.loads(store.get(key)):
+        raise _restored(described, 0)
 
 
 _rank0_first_calls = 0  # names the store's keys; equal on all ranks, since they call in the same order
@@ -575,7 +578,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     if missing or foreign:
         raise ValueError(
             f"The optimizer misses {len(missing)} trainable parameters of the module "
-            f"({', '.join(missing[:3])}) and holds {foreign} that are not the module's; build it after parallelize()."
+            f"({', '.join(missing[:3])}) and holds {foreign} that are not its own; build it after parallelize()."
         )
 
 
@@ -596,22 +599,6 @@ def check_precision(cluster: Cluster, mixed_precision: MixedPrecision, fsdp: FSD
             "--fsdp.cpu-offload has its gradients on the CPU, apart from fp16's loss scale and from "
             "--fsdp.ignored-modules on the GPU; use --mixed-precision bf16 or no, and ignore no module."
         )
-
-
-def idle_flags(cluster: Cluster, ddp: DDPConfig, fsdp: FSDPConfig) -> list[str]:
-    """The flags that were set and change nothing in this mode, to be warned of once."""
-    idle: list[tuple[str, Any]] = [("--ddp", ddp)] * (cluster.mode != "ddp") + [("--fsdp", fsdp)] * (
-        not cluster.sharded
-    )
-    flags = [
-        f"{group}.{field.name.replace('_', '-')}"
-        for group, config in idle
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
-    ]
-    if cluster.sharded and fsdp.cpu_offload and cluster.device.type == "cpu":
-        flags.append("--fsdp.cpu-offload")
-    return flags
 
 
 def memory_per_rank(policy: nn.Module, dp_shard: int, fsdp: FSDPConfig = FSDPConfig()) -> dict[str, int]:
@@ -658,7 +645,7 @@ def autocast(cluster: Cluster, mixed_precision: MixedPrecision, fsdp: FSDPConfig
         dtype = _dtype(fsdp.param_dtype)
     if dtype is None:
         return contextlib.nullcontext()
-    # Cached casts would keep gathered weights alive, and add the gradients of a weight's uses in half precision.
+    # Cached casts would keep gathered weights alive, and add up a weight's gradients in half precision.
     return torch.autocast(cluster.device.type, dtype=dtype, cache_enabled=False)
 
 
@@ -848,7 +835,7 @@ class MetricSums:
     """
 
     def __init__(self, cluster: Cluster, state: dict[str, Any] | None = None) -> None:
-        """`state`: what `state_dict` gave when a run was stopped between two log steps, on whatever layout."""
+        """`state`: what `state_dict` gave when a run was stopped between two log steps, in any layout."""
         self._cluster = cluster
         # names -> (names + 1,): weighted sums, then the weight
         self._sums: dict[tuple[str, ...], Tensor] = {}
