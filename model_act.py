@@ -433,7 +433,7 @@ def kl_divergence(mu: Tensor, log_sigma_x2: Tensor) -> Tensor:
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
-NOISE_CHUNK = 1 << 16
+NOISE_CHUNK = 1 << 15  # words; 256 KiB, half of what a core's second-level cache may spare
 
 
 def mix(words: Tensor) -> Tensor:
@@ -470,22 +470,89 @@ def normal_noise(seed: Tensor, count: int) -> Tensor:
 
 
 class Dropout:
-    """Dropout whose masks are cut, site by site, from one (B, n) int16 tensor of random bits; None drops nothing."""
+    """Dropout whose masks are cut, site after site, from one (B, n) int16 tensor of random bits; None drops nothing.
+
+    The kept share is (1 - p) to within 2^-17, and what is kept is scaled by the inverse of the true share.
+    """
 
     def __init__(self, p: float, bits: Tensor | None) -> None:
         self.bits, self.used = bits, 0
         out_of_65536 = min(round(p * 65536), 65535)
         self.threshold = out_of_65536 - 32768
-        self.scale = 65536 / (65536 - out_of_65536)  # of the true probability
+        self.scale = 65536 / (65536 - out_of_65536)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def probabilities(self, x: Tensor) -> Tensor:
+        """Dropout of attention probabilities (B, H, M, N) whose only reader is a product."""
+        return x if self.bits is None else drop(x, self._dropped(x), self.scale)
+
+    def sum_of_probabilities(self, x: Tensor) -> Tensor:
+        """What dropout leaves of each row's sum: (B or 1, H, M, N) -> (B, H, M, 1)."""
+        return torch.where(self._dropped(x), 0.0, x).sum(-1, keepdim=True) * self.scale
+
+    def activation(self, name: str, x: Tensor) -> Tensor:
+        """Activation and dropout between two linear layers; what it is given is overwritten."""
         if self.bits is None:
-            return x
-        count = x[0].numel()
-        bits = self.bits[:, self.used : self.used + count]
-        self.used += count
-        keep = bits.view(len(bits), *x.shape[1:]) >= self.threshold
-        return torch.where(keep, x * self.scale, 0.0)
+            return getattr(F, name)(x)
+        if name == "relu":
+            return relu_drop(x, self._dropped(x), self.scale)
+        x = getattr(F, name)(x)
+        return drop(x, self._dropped(x), self.scale)
+
+    def residual(self, skip: Tensor, x: Tensor) -> Tensor:
+        """skip + dropout(x), where x is a linear layer's output, which is overwritten."""
+        if self.bits is None:
+            return skip + x
+        dropped = self._dropped(x)
+        x = x.masked_fill_(dropped, 0) if len(x) == len(dropped) else x.masked_fill(dropped, 0)
+        return torch.add(skip, x, alpha=self.scale)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        assert self.bits is not None
+        start, self.used = self.used, self.used + x[0].numel()
+        return self.bits[:, start : self.used].unflatten(1, x.shape[1:]) < self.threshold
+
+
+def drop(x: Tensor, dropped: Tensor, scale: float) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.where(dropped, 0.0, x * scale)
+    return _Drop.apply(x, dropped, scale)
+
+
+def relu_drop(x: Tensor, dropped: Tensor, scale: float) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.where(dropped, 0.0, x.relu() * scale)
+    return _ReluDrop.apply(x, dropped, scale)
+
+
+class _Drop(torch.autograd.Function):
+    """Eager dropout in the fewest passes over memory. The gradient is overwritten: its writer must be a product's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(dropped)
+        ctx.scale = scale
+        return x.masked_fill(dropped, 0).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.masked_fill_(ctx.saved_tensors[0], 0).mul_(ctx.scale), None, None
+
+
+class _ReluDrop(torch.autograd.Function):
+    """ReLU and dropout, in place both ways: what is positive in the end is what passes the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: float) -> Tensor:
+        x.relu_().masked_fill_(dropped, 0).mul_(scale)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward.grad_input(grad, y, 0, grad_input=grad).mul_(ctx.scale), None, None
 
 
 # ---- network
@@ -754,14 +821,14 @@ class ACTEncoderLayer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, attend: Tensor | None = None, bits: Tensor | None = None
     ) -> Tensor:
-        pre_norm, drop = self.config.pre_norm, Dropout(self.config.dropout, bits)
+        pre_norm, dropout = self.config.pre_norm, Dropout(self.config.dropout, bits)
         value = self.norm1(x) if pre_norm else x
-        key = query = value + positions
+        key = query = value + positions.to(value.dtype)
         if self.first_token_only:
             x, query = x[:, :1], key[:, :1]
-        x = x + drop(self.self_attn(query, key, value, attend, drop))
+        x = dropout.residual(x, self.self_attn(query, key, value, attend, dropout))
         x = x if pre_norm else self.norm1(x)
-        x = x + feedforward(self, self.norm2(x) if pre_norm else x, drop)
+        x = dropout.residual(x, feedforward(self, self.norm2(x) if pre_norm else x, dropout))
         return x if pre_norm else self.norm2(x)
 
 
@@ -771,13 +838,14 @@ class ACTDecoder(nn.Module):
     def __init__(self, config: ACTConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleList(ACTDecoderLayer(config) for _ in range(config.n_decoder_layers))
+        self.layers[0].input_is_constant = True
         self.norm = nn.LayerNorm(config.dim_model)
 
     def forward(
         self, encoded: Tensor, positions: Tensor, queries: Tensor, bits: list[Tensor] | None
     ) -> Tensor:
         """encoded (B, N, D), positions (N, D), queries (S, D), bits one a layer -> (B, S, D)."""
-        x = encoded.new_zeros(len(encoded), *queries.shape)
+        x = encoded.new_zeros(1, *queries.shape)
         for i, layer in enumerate(self.layers):
             x = layer(x, encoded, queries, positions, None if bits is None else bits[i])
         return self.norm(x)
@@ -795,6 +863,7 @@ class ACTDecoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(config.dim_model)
         self.norm3 = nn.LayerNorm(config.dim_model)
         self.config = config
+        self.input_is_constant = False  # the first layer's is zeros, so its self-attention needs little work
 
     def dropout_size(self, steps: int, tokens: int) -> int:
         """Random numbers that the layer's dropout takes for one sample."""
@@ -804,15 +873,23 @@ class ACTDecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, encoded: Tensor, queries: Tensor, positions: Tensor, bits: Tensor | None = None
     ) -> Tensor:
-        pre_norm, drop = self.config.pre_norm, Dropout(self.config.dropout, bits)
+        """x (B, S, D), encoded (B, N, D), queries (S, D), positions (N, D), bits (B, n) -> (B, S, D).
+
+        Where the input is constant, x is (1, S, D), one row repeated.
+        """
+        pre_norm, dropout = self.config.pre_norm, Dropout(self.config.dropout, bits)
+        queries, positions = queries.to(x.dtype), positions.to(encoded.dtype)
         value = self.norm1(x) if pre_norm else x
         query = value + queries
-        x = x + drop(self.self_attn(query, query, value, None, drop))
+        if self.input_is_constant:
+            x = dropout.residual(x, self.self_attn.of_constant(query, value[:, :1], dropout))
+        else:
+            x = dropout.residual(x, self.self_attn(query, query, value, None, dropout))
         x = x if pre_norm else self.norm1(x)
-        query = (self.norm2(x) if pre_norm else x) + queries
-        x = x + drop(self.multihead_attn(query, encoded + positions, encoded, None, drop))
+        query = ((self.norm2(x) if pre_norm else x) + queries).expand(len(encoded), -1, -1)
+        x = dropout.residual(x, self.multihead_attn(query, encoded + positions, encoded, None, dropout))
         x = x if pre_norm else self.norm2(x)
-        x = x + feedforward(self, self.norm3(x) if pre_norm else x, drop)
+        x = dropout.residual(x, feedforward(self, self.norm3(x) if pre_norm else x, dropout))
         return x if pre_norm else self.norm3(x)
 
 
@@ -825,9 +902,8 @@ def feedforward_width(config: ACTConfig) -> int:
     return config.dim_feedforward // (2 if config.feedforward_activation == "glu" else 1)
 
 
-def feedforward(layer: Any, x: Tensor, drop: "Dropout") -> Tensor:
-    activation = getattr(F, layer.config.feedforward_activation)
-    return drop(layer.linear2(drop(activation(layer.linear1(x)))))
+def feedforward(layer: Any, x: Tensor, dropout: Dropout) -> Tensor:
+    return layer.linear2(dropout.activation(layer.config.feedforward_activation, layer.linear1(x)))
 
 
 class Attention(nn.Module):
@@ -847,7 +923,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attend: Tensor | None, drop: "Dropout"
+        self, query: Tensor, key: Tensor, value: Tensor, attend: Tensor | None, dropout: "Dropout"
     ) -> Tensor:
         """query (B, M, D), key and value (B, N, D), attend (B, 1, 1, N) bool: True where a key may be seen -> (B, M, D)."""
         dim = query.shape[-1]
@@ -856,14 +932,34 @@ class Attention(nn.Module):
         q = self._heads(F.linear(query, weight_q, bias_q))
         k = self._heads(F.linear(key, weight_k))
         v = self._heads(F.linear(value, weight_v, bias_v))
-        if drop.bits is None:
+        if dropout.bits is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)
         else:
-            scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.mT  # (B, H, M, N)
-            if attend is not None:
-                scores = scores.masked_fill(~attend, -torch.inf)
-            out = drop(scores.softmax(-1)).to(v.dtype) @ v
+            out = dropout.probabilities(self._weights(q, k, attend)).to(v.dtype) @ v
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def of_constant(self, query: Tensor, value: Tensor, dropout: "Dropout") -> Tensor:
+        """The same for keys that are the queries (1, S, D), one for all samples, and values that are all equal (1, 1, D).
+
+        The weights of a query sum to 1, so that every output is the value: without dropout the queries and keys have no effect, and no
+        gradient but noise of rounding; with it, what is left of the sum scales the value. -> (B or 1, S, D)
+        """
+        dim = query.shape[-1]
+        weight_q, weight_k, weight_v = self.in_proj_weight.split(dim)
+        bias_q, _, bias_v = self.in_proj_bias.split(dim)
+        out = F.linear(value, weight_v, bias_v)
+        if dropout.bits is None:
+            return self.out_proj(out).expand(-1, query.shape[1], -1)
+        q, k = self._heads(F.linear(query, weight_q, bias_q)), self._heads(F.linear(query, weight_k))
+        left = dropout.sum_of_probabilities(self._weights(q, k, None))  # (B, H, S, 1)
+        out = left.to(out.dtype) * self._heads(out)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _weights(self, q: Tensor, k: Tensor, attend: Tensor | None) -> Tensor:
+        scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.mT  # (B, H, M, N)
+        if attend is not None:
+            scores = scores.masked_fill(~attend, -torch.inf)
+        return scores.softmax(-1)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, D/H)
