@@ -185,6 +185,7 @@ class ACTPolicy(nn.Module):
             k: {"type": f["type"], "shape": list(f["shape"])} for k, f in output_features.items()
         }
         check_features(config, self.input_features, self.output_features)
+        self.stats = stats
         self.model = ACT(config, self.input_features, self.output_features, stats)
         self.reset()
 

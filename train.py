@@ -1,0 +1,1212 @@
+"""Train ACT (Action Chunking Transformer, Zhao et al. 2023) on LeRobot data sets, in plain PyTorch.
+
+    python train.py --preset demo                                        # a CPU, minutes: trains, then acts
+    python train.py --dataset.root DIR --compile                         # one GPU
+    torchrun --nproc-per-node=8 train.py --dataset.root DIR --compile    # eight; any layout gives the same curve
+    python train.py --resume outputs/train/.../checkpoints/last          # go on, on whatever hardware is free
+
+Without a data flag the embedded two-arm task (sim.py) is the data set. A run directory holds
+
+    metrics.jsonl            one object per log step      report.html   curves and rollouts, at each evaluation
+    checkpoints/005000/      LeRobot's tree (ckpt.py)     checkpoints/last -> 005000, checkpoints/best -> ...
+
+This file is the order of things: flags, construction, step, loop. The parts are model_act.py (the policy),
+data.py (frames, sample order), dist.py (ranks, sharding, precision), ckpt.py (checkpoints), lora.py
+(adapters), evaluate.py (rollouts, report), track.py (trackers); sim.py is the embedded task.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import types
+import typing
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import ckpt
+import data
+import dist
+import evaluate
+import lora
+import model_act
+import sim
+import track
+
+
+@dataclass(frozen=True)
+class PolicyFlags(model_act.ACTConfig):
+    path: str | None = None
+    """Start from the weights saved in this folder (ours or LeRobot's); its config.json gives the other defaults."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float | None = None
+    """AdamW's learning rate of everything but the backbone. None: --policy.optimizer-lr."""
+    lr_backbone: float | None = None
+    """Learning rate of the vision backbone. None: --policy.optimizer-lr-backbone; 0 freezes it."""
+    weight_decay: float | None = None
+    """Decoupled weight decay. None: --policy.optimizer-weight-decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's averaging of the gradient and of its square."""
+    eps: float = 1e-8
+    """Added to AdamW's denominator."""
+    grad_clip_norm: float = 10.0
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    name: Literal["none", "linear", "cosine"] = "none"
+    """none: constant. linear: warm-up, then constant. cosine: warm-up, then a cosine down to the floor."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly (linear, cosine)."""
+    decay_steps: int | None = None
+    """Step at which the cosine reaches its floor. None: --steps. Longer than --steps: the whole schedule is
+    shortened to fit, as LeRobot does."""
+    final_lr_ratio: float = 0.0
+    """The cosine's floor, as a share of the learning rate."""
+
+
+@dataclass(frozen=True)
+class SimConfig:
+    episodes: int = 50
+    """Demonstrations of the embedded task, the data set where none is named."""
+    seed: int = 0
+    """Decides the demonstrations."""
+
+
+@dataclass(frozen=True)
+class Config:
+    preset: Literal["aloha", "demo"] = "aloha"
+    """A named set of defaults that the other flags override. aloha: the paper's policy on 480x640 images.
+    demo: a small policy that learns the embedded task on a CPU in minutes."""
+    output_dir: str | None = None
+    """Run directory. None: outputs/train/DATE/TIME_JOB, decided by rank 0. One that holds files is refused
+    without --resume."""
+    job_name: str = "act"
+    """Name of the run, for the run directory and the tracker."""
+    steps: int = 100_000
+    """Loop steps: micro-batches per rank."""
+    batch_size: int = 8
+    """Samples per rank and step."""
+    num_workers: int = 4
+    """Loader processes per rank; 0 loads in the training process."""
+    seed: int = 1000
+    """Decides initial weights, sample order, dropout and latent noise."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU where there is one."""
+    log_freq: int = 200
+    """Steps between log lines."""
+    save_checkpoint: bool = True
+    """Write checkpoints; with --no-save-checkpoint there is none at all, not even the last."""
+    save_freq: int = 20_000
+    """Steps between checkpoints; 0: only the last one."""
+    keep_last: int | None = None
+    """Keep this many newest checkpoints of the run, and the best. None: all."""
+    checkpoint_format: Literal["safetensors", "dcp", "safetensors_dcp"] = "safetensors"
+    """Weights as one file, as shards (needs FSDP or HSDP), or both."""
+    async_save: bool = False
+    """Write checkpoints in a background thread from a copy in host memory; the loop pauses for the copy only."""
+    resume: str | None = None
+    """Go on from a run directory, checkpoints/, a step directory, last, pretrained_model/ or train_config.json;
+    `auto`: the newest whole checkpoint under --output-dir, or a fresh start."""
+    eval_freq: int = 0
+    """Steps between evaluations: validation loss where there are validation episodes, rollouts where there is
+    an environment (--eval.env). 0: off."""
+    compile: bool = False
+    """Compile the network with torch.compile."""
+    compile_mode: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
+    ) = None
+    """torch.compile's mode. None: reduce-overhead (CUDA graphs) on CUDA without sharding, else default."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Type of activations and matrix products; weights, loss and optimizer stay float32."""
+    tf32: bool = True
+    """Allow TensorFloat-32 matrix products and convolutions on CUDA."""
+    gradient_accumulation_steps: int = 1
+    """Steps whose gradients are summed before one optimizer step."""
+    parallelism: dist.ParallelismConfig = field(default_factory=dist.ParallelismConfig)
+    ddp: dist.DDPConfig = field(default_factory=dist.DDPConfig)
+    fsdp: dist.FSDPConfig = field(default_factory=dist.FSDPConfig)
+    dataset: data.DatasetConfig = field(default_factory=data.DatasetConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
+    policy: PolicyFlags = field(default_factory=PolicyFlags)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    peft: lora.PeftConfig = field(default_factory=lora.PeftConfig)
+    eval: evaluate.EvalConfig = field(default_factory=evaluate.EvalConfig)
+    tracker: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
+    """Where metrics go besides metrics.jsonl."""
+    tracker_project: str = "act"
+    """Project name at the tracker."""
+    push_to_hub: str | None = None
+    """USER/NAME: upload the last checkpoint to this repository of the hub when the run ends."""
+    profile: bool = False
+    """Trace steps 60 to 62 of every rank with torch.profiler (Chrome / Perfetto files under RUN/profile)."""
+
+
+DEMO = Config(
+    preset="demo",
+    steps=3000,
+    batch_size=16,
+    num_workers=1,
+    log_freq=50,
+    save_freq=0,
+    policy=PolicyFlags(
+        pretrained_backbone_weights=None, dim_model=128, n_heads=4, dim_feedforward=512, n_encoder_layers=2,
+        n_vae_encoder_layers=2, latent_dim=16, dropout=0.0, optimizer_lr=3e-4, optimizer_lr_backbone=3e-4,
+    ),
+    dataset=data.DatasetConfig(image_size=(96, 128), val_split=0.05),
+)  # fmt: skip
+PRESETS = {"aloha": Config(), "demo": DEMO}
+
+USER_ERRORS = (ValueError, OSError, ImportError)
+"""What set-up raises for the user to read: one sentence on stderr, exit code 1, no traceback."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line to its end. Returns the exit code: 0, 1, or 143 / 138 after SIGTERM / SIGUSR1."""
+    try:
+        cfg, source = parse_command_line(sys.argv[1:] if argv is None else argv)
+        cluster = dist.start(cfg.device, cfg.parallelism)
+        with dist.raise_together(cluster):
+            check(cfg, cluster)
+        cfg = with_run_dir(cfg, cluster, source)
+        dist.set_numerics(cfg.tf32)
+        train_set, val_set, policy = build(cfg, cluster, source)
+        parts = prepare(cfg, cluster, policy)
+        with dist.raise_together(cluster):
+            place = load_place(cfg, parts, source)
+            log = RunLog(cfg, cluster, train_set, place)
+        writer = checkpoint_writer(cfg, cluster)
+    except USER_ERRORS as error:
+        print(error, file=sys.stderr)
+        return 1
+    log.banner(parts, val_set, place)
+    code = train(Run(cfg, cluster, parts, place, train_set, val_set, writer, log))
+    log.finish()
+    dist.finish(cluster)
+    return code
+
+
+# ---------------------------------------------------------------------------------------------------- the loop
+
+
+@dataclass
+class Parts:
+    """What a step needs. `policy` is the bare ACTPolicy; `module`, which a step calls, is it or its DDP wrapper."""
+
+    policy: model_act.ACTPolicy
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: dist.LossScaler | None
+    keep_grads: bool = False
+    """Gradients live in buffers of our own that are zeroed, not freed: CUDA graphs need it."""
+    peft: lora.PeftConfig | None = None
+    """Resolved targets of the adapters, if the run trains adapters."""
+
+
+@dataclass
+class Place:
+    """Where the run stands: what a checkpoint keeps besides weights, optimizer, schedule and loss scale."""
+
+    step: int = 0
+    samples_seen: int = 0
+    unlogged: dict[str, Any] = field(default_factory=dict)
+    best: float | None = None
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+    tracker_run_id: str | None = None
+
+
+@dataclass
+class Run:
+    cfg: Config
+    cluster: dist.Cluster
+    parts: Parts
+    place: Place
+    train_set: data.EpisodeDataset
+    val_set: data.EpisodeDataset | None
+    writer: ckpt.CheckpointWriter | None
+    log: "RunLog"
+
+
+def train(run: Run) -> int:
+    """Train from `run.place` to --steps. Collective: call on every rank. Returns the exit code."""
+    cfg, cluster, place, log = run.cfg, run.cluster, run.place, run.log
+    batches = data.TrainBatches(
+        run.train_set, cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size,
+        cfg.gradient_accumulation_steps, cfg.steps, place.step, place.samples_seen,
+    )  # fmt: skip
+    loader = data.to_device(make_loader(cfg, cluster, batches), cluster.device)
+    stop, profiler = StopOnSignal(cluster), Profiler(cfg, cluster, place.step)
+    sums = dist.MetricSums(cluster, place.unlogged)
+    run.parts.module.train()
+    for step in range(place.step, cfg.steps):
+        window = batches.window(step)
+        train_step(cfg, cluster, run.parts, next(loader), window, step, sums)
+        place.step, place.samples_seen = step + 1, batches.position(step + 1)
+        log.step_done(loader.waited_s)
+        profiler.step()
+        if step == batches.steps.start:
+            log.first_step()
+            dist.shorten_timeout(cluster)
+        if place.step < window.stop:
+            continue  # what falls due inside an accumulation window is done at its end
+        last, improved = place.step == cfg.steps, False
+        if due(window, cfg.log_freq, last):
+            log.write_steps(
+                place, sums, run.parts.optimizer.param_groups[0]["initial_lr"] * lr_factor(cfg, step)
+            )
+        if cfg.eval_freq and due(window, cfg.eval_freq, last):
+            improved = evaluate_now(run)
+        stopping = stop.poll() or out_of_patience(cfg, place)
+        if due(window, cfg.save_freq, last or stopping) or improved:
+            save(run, sums, improved)
+        log.restart_clock()
+        if stopping:
+            break
+    return finish_saving(run) or stop.exit_code
+
+
+def due(window: range, every: int, last: bool) -> bool:
+    """Whether a multiple of `every` steps ends in this window; the last window of a run always counts."""
+    return last or (every > 0 and window.stop // every > window.start // every)
+
+
+def train_step(cfg, cluster, parts: Parts, batch: dict[str, Tensor], window: range, step: int, sums) -> None:
+    """One micro-batch, and after the last of its accumulation window the optimizer's step.
+
+    Nothing is read back from the device: what is to be logged is added to `sums`, on the device.
+    """
+    last_of_window = step + 1 == window.stop
+    torch.compiler.cudagraph_mark_step_begin()
+    with dist.accumulate(parts.module, last_of_window):
+        with dist.autocast(cluster, cfg.mixed_precision, cfg.fsdp):
+            loss, metrics = parts.module(batch)
+        dist.backward(loss / len(window), parts.scaler)
+    sums.add({"loss": loss, **metrics})
+    if last_of_window:
+        clip = cfg.optimizer.grad_clip_norm or float("inf")
+        sums.add({"grad_norm": dist.clip_grad_norm_(parts.module, clip, parts.scaler)})
+        dist.optimizer_step(parts.optimizer, parts.scaler)
+        parts.optimizer.zero_grad(set_to_none=not parts.keep_grads)
+    parts.scheduler.step()
+
+
+def evaluate_now(run: Run) -> bool:
+    """Validation loss and rollouts, where the run has them; True if they are the best so far.
+
+    Collective: call on every rank; each takes its share, all get the result.
+    """
+    cfg, cluster, place = run.cfg, run.cluster, run.place
+    results: dict[str, float] = {}
+    if run.val_set is not None:
+        results["val_l1_loss"] = validation_loss(run)
+    if cfg.eval.env is not None:
+        policy = whole_policy(run.parts, cluster)
+        results |= evaluate.evaluate_in_training(policy, cfg.eval, cluster, run_dir(cfg), place.step)
+    run.parts.module.train()
+    run.log.write_evaluation(place, results)
+    # A higher success rate is better, and a lower validation loss.
+    score = results.get("success_rate", -results.get("val_l1_loss", math.inf))
+    improved = place.best is None or score > place.best
+    place.evaluations_since_best = 0 if improved else place.evaluations_since_best + 1
+    if improved:
+        place.best, place.best_step = score, place.step
+    return improved
+
+
+@torch.no_grad()
+def validation_loss(run: Run) -> float:
+    """L1 with the latent at zero: the mean over all validation frames, each counted once, in any layout."""
+    cfg, cluster, module = run.cfg, run.cluster, run.parts.module
+    batches = data.ValBatches(run.val_set, cfg.batch_size, cluster.rank, cluster.world_size)
+    module.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=cluster.device)
+    for batch in data.to_device(make_loader(cfg, cluster, batches), cluster.device):
+        weight = batch.pop("sample_weight").double()
+        with dist.autocast(cluster, cfg.mixed_precision, cfg.fsdp):
+            per_sample = module(batch)[1]["l1_per_sample"].double()
+        total += torch.stack([(per_sample * weight).sum(), weight.sum()])
+    loss, count = dist.sum_over_ranks(cluster, total).tolist()
+    return loss / count
+
+
+def whole_policy(parts: Parts, cluster: dist.Cluster) -> model_act.ACTPolicy:
+    """The policy unsharded, for rollouts: itself, or a gathered copy. Collective: call on every rank."""
+    if not cluster.sharded:
+        return parts.policy
+    copy = model_act.ACTPolicy(
+        parts.policy.config, parts.policy.input_features, parts.policy.output_features, parts.policy.stats
+    )
+    copy.load_state_dict(dist.gathered_state_dict(parts.policy))
+    return copy.to(cluster.device)
+
+
+def out_of_patience(cfg: Config, place: Place) -> bool:
+    return cfg.eval.patience is not None and place.evaluations_since_best >= cfg.eval.patience
+
+
+def save(run: Run, sums: dist.MetricSums, improved: bool) -> None:
+    """Write a checkpoint; a failed write is told and the training goes on. Collective: call on every rank."""
+    if run.writer is None:
+        return
+    cfg, cluster, parts, place = run.cfg, run.cluster, run.parts, run.place
+    state = {
+        "samples_seen": place.samples_seen,
+        "seed": cfg.seed,
+        "dp_world_size": cluster.world_size,
+        "effective_batch_size": cfg.batch_size * cluster.world_size * cfg.gradient_accumulation_steps,
+        "parallelism": {"dp_replicate": cluster.dp_replicate, "dp_shard": cluster.dp_shard},
+        "unlogged": sums.state_dict(),
+        "best": place.best,
+        "best_step": place.best_step,
+        "evaluations_since_best": place.evaluations_since_best,
+        "tracker_run_id": run.log.tracker.run_id,
+    }
+    adapter = None
+    if cfg.peft.enabled:
+        adapter = {
+            "state_dict": lora.adapter_state_dict(parts.policy),
+            "config": lora.adapter_config(parts.peft, cfg.policy.path),
+        }
+    try:
+        run.writer.poll()
+        pause_s = run.writer.save(
+            place.step, policy=parts.policy, optimizer=parts.optimizer, scheduler=parts.scheduler if cfg.scheduler.name != "none" else None,
+            scaler=parts.scaler, state=state, policy_config=parts.policy.config_dict(cluster.device.type),
+            run_config=to_dict(cfg), stats=run.train_set.stats, adapter=adapter,
+            best=improved,
+        )  # fmt: skip
+        run.log.say(f"checkpoint {place.step} saved, {pause_s:.2f} s")
+    except ckpt.CheckpointError as error:
+        run.log.warn(str(error))
+
+
+def finish_saving(run: Run) -> int:
+    """Wait for a save in the background. Returns 1 if the last checkpoint is not on disk, else 0."""
+    if run.writer is None:
+        return 0
+    try:
+        run.writer.wait()
+    except ckpt.CheckpointError as error:
+        run.log.warn(str(error))
+    if run.writer.last_published == run.place.step:
+        return 0
+    run.log.warn(f"the last checkpoint, of step {run.place.step}, is not on disk; see above.")
+    return 1
+
+
+class StopOnSignal:
+    """SIGTERM or SIGUSR1 on any rank: all ranks leave the loop after the same step, with a checkpoint.
+
+    Build it when the loader's workers are running: they ignore these signals, this process must not (torchrun
+    and Slurm signal the whole group).
+    """
+
+    def __init__(self, cluster: dist.Cluster) -> None:
+        self._number = 0
+        self._vote = dist.StopVote(cluster)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        self._number = self._number or number
+
+    def poll(self) -> bool:
+        """Collective: call on every rank at the same steps."""
+        self._number = self._vote.poll(self._number)
+        return self._number > 0
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as a shell has it: 143, 138; 0 without a signal."""
+        return 128 + self._number if self._number else 0
+
+
+# ------------------------------------------------------------------------------------------------ construction
+
+
+def check(cfg: Config, cluster: dist.Cluster) -> None:
+    """Refuse what cannot work, before any file is written.
+
+    Raises:
+        ValueError: one sentence that names the flag, the rule and the way out.
+    """
+
+    def need(fine: bool, flag: str, value: Any, rule: str) -> None:
+        if not fine:
+            raise ValueError(f"--{flag}={value} cannot work: {rule}.")
+
+    for flag in ("steps", "batch_size", "log_freq", "gradient_accumulation_steps"):
+        need(getattr(cfg, flag) >= 1, flag.replace("_", "-"), getattr(cfg, flag), "it must be at least 1")
+    for flag in ("num_workers", "save_freq", "eval_freq", "seed"):
+        need(getattr(cfg, flag) >= 0, flag.replace("_", "-"), getattr(cfg, flag), "it must be 0 or more")
+    need(cfg.seed < 2**63, "seed", cfg.seed, "it must be below 2^63")
+    need(cfg.sim.episodes >= 1, "sim.episodes", cfg.sim.episodes, "the embedded task needs a demonstration")
+    o, s = cfg.optimizer, cfg.scheduler
+    for flag in ("lr", "lr_backbone", "weight_decay", "grad_clip_norm"):
+        value = getattr(o, flag)
+        fine = value is None or (math.isfinite(value) and value >= 0)
+        need(fine, f"optimizer.{flag.replace('_', '-')}", value, "it must be a finite number of at least 0")
+    need(all(0 <= b < 1 for b in o.betas), "optimizer.betas", o.betas, "each must be at least 0 and below 1")
+    need(o.eps > 0, "optimizer.eps", o.eps, "it must be positive")
+    need(s.warmup_steps >= 0, "scheduler.warmup-steps", s.warmup_steps, "it must be 0 or more")
+    need(s.decay_steps is None or s.decay_steps >= 1, "scheduler.decay-steps", s.decay_steps, "use 1 or more")
+    need(
+        0 <= s.final_lr_ratio <= 1, "scheduler.final-lr-ratio", s.final_lr_ratio, "it is a share, from 0 to 1"
+    )
+    if s.name == "cosine" and s.warmup_steps >= (s.decay_steps or cfg.steps):
+        raise ValueError(f"--scheduler.warmup-steps={s.warmup_steps} leaves no step for the cosine, which ends at "
+                         f"{s.decay_steps or cfg.steps}; lower it, or raise --scheduler.decay-steps.")  # fmt: skip
+    if cfg.compile_mode in ("reduce-overhead", "max-autotune") and cluster.sharded:
+        raise ValueError(f"--compile-mode={cfg.compile_mode} records CUDA graphs, which cannot hold the gathers of FSDP; "
+                         "use --compile-mode default or max-autotune-no-cudagraphs, or train with DDP.")  # fmt: skip
+    if cfg.peft.enabled and cfg.policy.path is None:
+        raise ValueError("--peft.method-type adapts a trained policy: say which with --policy.path.")
+    if cfg.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.push_to_hub):
+        raise ValueError(f"--push-to-hub={cfg.push_to_hub} is no repository of the hub; give USER/NAME.")
+    if cfg.push_to_hub is not None and not cfg.save_checkpoint:
+        raise ValueError(
+            "--push-to-hub uploads the last checkpoint, and --no-save-checkpoint writes none; drop one of them."
+        )
+    ckpt.check_flags(cfg.checkpoint_format, cluster.sharded, cfg.keep_last)
+    dist.check_precision(cluster, cfg.mixed_precision, cfg.fsdp)
+
+
+def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> list[str]:
+    """A sentence for each group of flags that was set and does nothing in this mode."""
+
+    def changed(group: Any) -> bool:
+        return group != type(group)()
+
+    uses_sim = cfg.dataset.root is None and cfg.dataset.repo_id is None
+    found = [
+        (changed(cfg.ddp) and cluster.mode != "ddp", f"--ddp.* has no effect in mode {cluster.mode}"),
+        (changed(cfg.fsdp) and not cluster.sharded, f"--fsdp.* has no effect in mode {cluster.mode}"),
+        (cfg.compile_mode is not None and not cfg.compile, "--compile-mode has no effect without --compile"),
+        (changed(cfg.scheduler) and cfg.scheduler.name == "none",
+         "--scheduler.* has no effect without --scheduler.name linear or cosine"),
+        (cfg.eval_freq > 0 and not has_validation and cfg.eval.env is None,
+         "--eval-freq has no effect without --dataset.val-split, --dataset.val-episodes or --eval.env"),
+        (has_validation and not cfg.eval_freq, "held-out episodes have no effect without --eval-freq"),
+        (changed(cfg.sim) and not uses_sim, "--sim.* has no effect with --dataset.root or --dataset.repo-id"),
+        (changed(cfg.peft) and not cfg.peft.enabled, "--peft.* has no effect without --peft.method-type LORA"),
+        (cfg.profile and cfg.steps < 62, "--profile has no effect: it traces steps 60 to 62"),
+        (not cfg.save_checkpoint and cfg.keep_last is not None, "--keep-last has no effect without checkpoints"),
+        (cluster.device.type != "cuda" and not cfg.tf32, "--no-tf32 has no effect on a CPU"),
+    ]  # fmt: skip
+    return [sentence for holds, sentence in found if holds]
+
+
+def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Config:
+    """`cfg` with its run directory, which exists now. Collective: rank 0's clock names it, rank 0 makes it."""
+    now = datetime.now()
+    name = cfg.output_dir or f"outputs/train/{now:%Y-%m-%d}/{now:%H-%M-%S}_{cfg.job_name}"
+    name = dist.from_main(cluster, name)
+    with dist.raise_together(cluster):
+        run_dir = Path(name)
+        if cluster.is_main:
+            if run_dir.exists() and not run_dir.is_dir():
+                raise ValueError(f"--output-dir={name} is a file; name a directory.")
+            goes_on = cfg.resume == "auto" or (
+                source is not None and ckpt.run_dir_of(source) == run_dir.resolve()
+            )
+            if run_dir.is_dir() and any(run_dir.iterdir()) and not goes_on:
+                raise ValueError(f"--output-dir={name} holds files already; name another directory, or go on from it "
+                                 f"with --resume {name}.")  # fmt: skip
+            run_dir.mkdir(parents=True, exist_ok=True)
+            probe = run_dir / ".write-test"
+            probe.touch()
+            probe.unlink()
+    return replace(cfg, output_dir=name)
+
+
+def build(cfg: Config, cluster: dist.Cluster, source: Path | None) -> tuple:
+    """(training episodes, validation episodes or None, policy with its first weights).
+
+    Collective: call on every rank. The first rank of each node goes ahead and leaves the frame cache and the
+    backbone's weights on disk, however long that takes; the others wait outside any collective.
+    """
+    built: list = []
+
+    def make() -> None:
+        train_set, val_set = open_data(cfg)
+        built.extend([train_set, val_set, build_policy(cfg, train_set, source)])
+
+    dist.rank0_first(cluster, make, per_node=True)
+    with dist.raise_together(cluster):
+        if not built:
+            make()
+    return tuple(built)
+
+
+def open_data(cfg: Config) -> tuple[data.EpisodeDataset, data.EpisodeDataset | None]:
+    """Training and validation episodes: a LeRobot data set, or the embedded task's demonstrations."""
+    if cfg.dataset.root is not None or cfg.dataset.repo_id is not None:
+        return data.open_dataset(cfg.dataset, cfg.policy.chunk_size)
+    height, width = cfg.dataset.image_size or (480, 640)
+    shown = sim.Demonstrations(cfg.sim.episodes, cfg.sim.seed, height, width)
+    return data.open_columns(
+        cfg.dataset, cfg.policy.chunk_size, shown.columns, shown.lengths, shown.fps, shown.cameras
+    )
+
+
+def build_policy(cfg: Config, dataset: data.EpisodeDataset, source: Path | None) -> model_act.ACTPolicy:
+    """The policy with a checkpoint's weights, those under --policy.path, or fresh ones from --seed.
+
+    A resumed run keeps the checkpoint's statistics; fine-tuning normalises with the new data set's.
+    """
+    torch.manual_seed(cfg.seed)
+    input_features, output_features = dataset.features
+    if source is not None:
+        saved, dataset.stats = ckpt.load_policy_files(source)
+        refuse_other_features(saved, input_features, output_features, source)
+    policy = model_act.ACTPolicy(act_config(cfg.policy), input_features, output_features, dataset.stats)
+    base = cfg.policy.path if source is None or cfg.peft.enabled else source
+    if base is None:
+        policy.load_pretrained_backbone()
+    else:
+        if base != source:
+            saved, _ = ckpt.load_policy_files(base)
+            refuse_other_features(saved, input_features, output_features, base)
+        ckpt.load_weights(base, policy, resume=base == source)
+    return policy
+
+
+def refuse_other_features(saved: dict, inputs: dict, outputs: dict, where: Any) -> None:
+    """Raise a sentence that lists every feature in which a checkpoint and the data set differ."""
+    wanted = saved["input_features"] | saved["output_features"]
+    found = inputs | outputs
+    differ = [
+        f"{key} ({wanted.get(key, {}).get('shape', 'absent')} there, {found.get(key, {}).get('shape', 'absent')} here)"
+        for key in dict.fromkeys([*wanted, *found])
+        if list(wanted.get(key, {}).get("shape", [])) != list(found.get(key, {}).get("shape", []))
+        and wanted.get(key, {}).get("type") != "VISUAL" or (key in wanted) != (key in found)
+    ]  # fmt: skip
+    if differ:
+        raise ValueError(f"The policy in {where} was made for other features than this data set has: {'; '.join(differ)}; "
+                         "choose them with --dataset.state-key, --dataset.action-key and --dataset.image-keys.")  # fmt: skip
+
+
+def prepare(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> Parts:
+    """Adapters, compile, shard or wrap, optimizer: in this order, for each needs the one before.
+
+    Compiling in place keeps the state-dict keys as they are; an optimizer built before sharding would step
+    dead tensors. Collective: call on every rank.
+    """
+    peft = lora.apply_lora(policy, cfg.peft) if cfg.peft.enabled else None
+    graphs = cfg.compile and compile_regions(cfg, cluster, policy)
+    module = dist.parallelize(policy, cluster, cfg.ddp, cfg.fsdp)
+    o, p = cfg.optimizer, cfg.policy
+    groups = policy.optim_groups(
+        lr=p.optimizer_lr if o.lr is None else o.lr,
+        lr_backbone=p.optimizer_lr_backbone if o.lr_backbone is None else o.lr_backbone,
+        weight_decay=p.optimizer_weight_decay if o.weight_decay is None else o.weight_decay,
+    )
+    optimizer = torch.optim.AdamW(groups, betas=o.betas, eps=o.eps, fused=True)
+    dist.check_optimizer(optimizer, module)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, step))
+    scaler = dist.LossScaler(cluster.device) if cfg.mixed_precision == "fp16" else None
+    if graphs:
+        # A CUDA graph owns the gradients it returns: they are added into buffers of our own, never taken over.
+        for parameter in policy.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    return Parts(policy, module, optimizer, scheduler, scaler, bool(graphs), peft)
+
+
+def compile_regions(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> bool:
+    """Compile in place: the network as one graph, or under FSDP each wrap unit, since gathers lie between them.
+
+    Returns whether CUDA graphs will be recorded.
+    """
+    mode = cfg.compile_mode
+    if mode is None:
+        mode = "reduce-overhead" if cluster.device.type == "cuda" and not cluster.sharded else "default"
+    if cluster.sharded:
+        regions = list(dist.wrap_units(policy, cfg.fsdp).values())
+    else:
+        regions = [policy.get_submodule(name) for name in policy.compile_modules]
+    for region in regions:
+        region.compile(mode=mode, dynamic=False)
+    return cluster.device.type == "cuda" and mode in ("reduce-overhead", "max-autotune")
+
+
+def lr_factor(cfg: Config, step: int) -> float:
+    """The learning rate of loop step `step`, as a share of the base rate.
+
+    Source: LeRobot's cosine_decay_with_warmup, shortened to --steps where it would be longer.
+    """
+    s = cfg.scheduler
+    decay, warmup = s.decay_steps or cfg.steps, s.warmup_steps
+    if s.name == "none":
+        return 1.0
+    if s.name == "cosine" and cfg.steps < decay:
+        warmup, decay = int(warmup * cfg.steps / decay), cfg.steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if s.name == "linear":
+        return 1.0
+    cosine = 0.5 * (1 + math.cos(math.pi * min(step, decay) / decay))
+    return s.final_lr_ratio + (1 - s.final_lr_ratio) * cosine
+
+
+def load_place(cfg: Config, parts: Parts, source: Path | None) -> Place:
+    """Optimizer, schedule and loss scale of the checkpoint, and the place in the run. Nothing communicates."""
+    if source is None:
+        return Place()
+    base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
+    weight_decays = [group["weight_decay"] for group in parts.optimizer.param_groups]
+    if cfg.peft.enabled:
+        ckpt.load_weights(source, parts.policy, adapter=lora.adapter_state_dict(parts.policy), resume=True)
+    state = ckpt.load_training_state(source, parts.policy, parts.optimizer, None, parts.scaler)
+    if state["step"] > cfg.steps:
+        raise ValueError(
+            f"--steps={cfg.steps} is behind the checkpoint's step {state['step']}; give a larger --steps."
+        )
+    # The configuration (saved, then flags) is the truth, and the schedule a function of the step: no state to load.
+    for group, lr, weight_decay in zip(parts.optimizer.param_groups, base_lrs, weight_decays):
+        group |= {"initial_lr": lr, "lr": lr * lr_factor(cfg, state["step"]), "weight_decay": weight_decay}
+        group |= {"betas": cfg.optimizer.betas, "eps": cfg.optimizer.eps}
+    parts.scheduler.base_lrs = base_lrs
+    parts.scheduler.last_epoch, parts.scheduler._step_count = state["step"], state["step"] + 1
+    parts.scheduler._last_lr = [group["lr"] for group in parts.optimizer.param_groups]
+    known = {f.name for f in dataclasses.fields(Place)}
+    return Place(**{key: value for key, value in state.items() if key in known})
+
+
+def checkpoint_writer(cfg: Config, cluster: dist.Cluster) -> ckpt.CheckpointWriter | None:
+    """Collective: call on every rank."""
+    if not cfg.save_checkpoint:
+        return None
+    return ckpt.CheckpointWriter(
+        cfg.output_dir, checkpoint_format=cfg.checkpoint_format, keep_last=cfg.keep_last,
+        async_save=cfg.async_save, sharded=cluster.sharded,
+    )  # fmt: skip
+
+
+def make_loader(cfg: Config, cluster: dist.Cluster, batches: Any) -> torch.utils.data.DataLoader:
+    return data.make_loader(batches, cfg.num_workers, pin_memory=cluster.device.type == "cuda")
+
+
+# ---------------------------------------------------------------------------------------------------- the log
+
+
+class RunLog:
+    """What the run says: console, RUN/metrics.jsonl, tracker. Rank 0 speaks; elsewhere the calls write nothing."""
+
+    def __init__(
+        self, cfg: Config, cluster: dist.Cluster, train_set: data.EpisodeDataset, place: Place
+    ) -> None:
+        self.cfg, self.cluster, self.train_set = cfg, cluster, train_set
+        self.tracker = track.start_tracker(
+            cfg.tracker, cfg.output_dir, cfg.job_name, to_dict(cfg), place.tracker_run_id, cluster.is_main,
+            project=cfg.tracker_project,
+        )  # fmt: skip
+        self._file = (
+            open_metrics(Path(cfg.output_dir) / "metrics.jsonl", place.step) if cluster.is_main else None
+        )
+        self._logged_before = False  # the first line counts the start of the workers as waiting
+        self._mark = self._born = time.perf_counter()
+        self._elapsed = self._waited = self._waited_before = 0.0
+        self._steps = 0
+
+    def banner(self, parts: Parts, val_set: data.EpisodeDataset | None, place: Place) -> None:
+        """Everything that was decided: data, layout, batch, rate, memory, and flags that do nothing."""
+        cfg, cluster, train_set = self.cfg, self.cluster, self.train_set
+        effective = cfg.batch_size * cluster.world_size * cfg.gradient_accumulation_steps
+        samples = cfg.steps * cfg.batch_size * cluster.world_size
+        trained = sum(p.numel() for p in parts.policy.parameters() if p.requires_grad)
+        lrs = " and ".join(
+            f"{group['initial_lr']:g}" for group in parts.optimizer.param_groups if group["params"]
+        )
+        short, padded = train_set.padding()
+        for line in train_set.notes:
+            self.say(line)
+        self.say(f"data: {train_set.num_episodes} episodes, {len(train_set):,} frames to train on"
+                 + (f", {val_set.num_episodes} episodes held out" if val_set is not None else "")
+                 + f"; statistics from {train_set.num_episodes} episodes; {padded:.0%} of targets are padding")  # fmt: skip
+        if padded > 0.5:
+            self.warn(f"{padded:.0%} of the targets are padding and {short} episodes are shorter than --policy.chunk-size="
+                      f"{cfg.policy.chunk_size}; a smaller chunk would fit these episodes better.")  # fmt: skip
+        self.say(f"policy: {sum(p.numel() for p in parts.policy.parameters()):,} parameters, {trained:,} trained; "
+                 f"inputs {', '.join(parts.policy.input_features)}")  # fmt: skip
+        self.say(f"layout: {cluster.mode}, {cluster.world_size} ranks = dp_replicate {cluster.dp_replicate} x dp_shard "
+                 f"{cluster.dp_shard}, {cluster.device.type}, precision {cfg.mixed_precision}, "
+                 f"{'compiled' if cfg.compile else 'eager'}")  # fmt: skip
+        self.say(f"batch: {cfg.batch_size} a rank x {cluster.world_size} ranks x {cfg.gradient_accumulation_steps} accumulated "
+                 f"= {effective} effective; {cfg.steps:,} steps = {samples:,} samples = "
+                 f"{samples / len(train_set):.2f} epochs; lr {lrs} ({cfg.scheduler.name} schedule, nothing is scaled)")  # fmt: skip
+        self.say(f"run: {cfg.output_dir}, from step {place.step}, sample {place.samples_seen:,}")
+        for sentence in without_effect(cfg, cluster, val_set is not None):
+            self.warn(sentence + ".")
+
+    def first_step(self) -> None:
+        """Reading the loss of the first step waits for it, so that its time is true, compilation included."""
+        if self.cluster.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.say(f"first step done after {time.perf_counter() - self._born:.1f} s"
+                 + (", compilation included" if self.cfg.compile else ""))  # fmt: skip
+
+    def step_done(self, waited_s: float) -> None:
+        """Call after each step with the seconds waited for data so far; host time only."""
+        now = time.perf_counter()
+        self._elapsed, self._mark = self._elapsed + now - self._mark, now
+        self._waited, self._waited_before = self._waited + waited_s - self._waited_before, waited_s
+        self._steps += 1
+
+    def restart_clock(self) -> None:
+        """What happened since the last step (saving, evaluating) does not count as step time."""
+        self._mark = time.perf_counter()
+
+    def write_steps(self, place: Place, sums: dist.MetricSums, lr: float) -> None:
+        """The log line and row of the steps since the last one. Collective: call on every rank."""
+        cfg, cluster = self.cfg, self.cluster
+        if cluster.device.type == "cuda":
+            torch.cuda.synchronize()  # the host read below would wait all the same; now it counts as step time
+        self.step_done(self._waited_before)
+        steps = self._steps - 1
+        sums.add_times({"step_s": self._elapsed / steps, "data_s": self._waited / steps})
+        values = sums.reduce()
+        self._elapsed, self._waited, self._steps = 0.0, 0.0, 0
+        epoch = place.samples_seen / len(self.train_set)
+        step_s, data_s = values["step_s"], values["data_s"]
+        rate = cfg.batch_size * cluster.world_size / step_s
+        row = {"step": place.step, "samples": place.samples_seen, "epoch": epoch, "loss": values["loss"],
+               "l1_loss": values["l1_loss"], "kld_loss": values.get("kld_loss", 0.0),
+               "grad_norm": values["grad_norm"], "lr": lr, "step_s": step_s, "data_s": data_s,
+               "samples_per_s": rate}  # fmt: skip
+        self._row(row)
+        eta = int((cfg.steps - place.step) * step_s)
+        self.say(
+            f"step {place.step:,}/{cfg.steps:,}  samples {place.samples_seen:,}  epoch {epoch:.2f}  loss {row['loss']:.4f}  "
+            f"l1 {row['l1_loss']:.4f}  kld {row['kld_loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {lr:.2e}  "
+            f"step {step_s:.4f} s  data {data_s:.4f} s ({data_s / step_s:.0%})  {rate:.1f} samples/s  "
+            f"mem {memory_gb(cluster):.1f} GB  eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"
+        )
+        if data_s > 0.2 * step_s and self._logged_before:
+            self.warn(f"{data_s / step_s:.0%} of the time is spent waiting for data; raise --num-workers (now "
+                      f"{cfg.num_workers}) or decode once with --dataset.cache disk.", once="data")  # fmt: skip
+
+        self._logged_before = True
+
+    def write_evaluation(self, place: Place, results: dict[str, float]) -> None:
+        epoch = place.samples_seen / len(self.train_set)
+        self._row({"step": place.step, "samples": place.samples_seen, "epoch": epoch, **results})
+        self.say(f"step {place.step:,}  " + "  ".join(f"{key} {value:.4f}" for key, value in results.items()))
+
+    def _row(self, row: dict[str, float]) -> None:
+        self.tracker.log(int(row["step"]), row)
+        if self._file is not None:
+            try:
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+            except OSError as error:
+                self.warn(
+                    f"metrics.jsonl could not be written ({error}); the training goes on.", once="metrics"
+                )
+
+    def say(self, line: str) -> None:
+        if self.cluster.is_main:
+            print(line, flush=True)
+
+    def warn(self, sentence: str, once: str | None = None) -> None:
+        """A warning on stderr; with `once`, only the first of that name."""
+        said = self.__dict__.setdefault("_said", set())
+        if self.cluster.is_main and once not in said:
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+        said.update({once} - {None})
+
+    def finish(self) -> None:
+        self.tracker.finish()
+        if self._file is not None:
+            self._file.close()
+
+
+def open_metrics(path: Path, step: int) -> typing.TextIO:
+    """The metrics file, without the rows after `step`, which a resumed run will write again."""
+    if path.exists():
+        rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        kept = [line for line in rows if json.loads(line)["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, path)
+    return path.open("a")
+
+
+def memory_gb(cluster: dist.Cluster) -> float:
+    """Peak memory of this rank: allocated on the GPU, or resident on a CPU."""
+    if cluster.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+class Profiler:
+    """--profile: traces of steps 60 to 62, RUN/profile/rankN.json, with a page of what took the time."""
+
+    def __init__(self, cfg: Config, cluster: dist.Cluster, start: int) -> None:
+        self._profile = None
+        if not cfg.profile or start > 58 or cfg.steps < 62:
+            return
+        self._directory, self._rank = Path(cfg.output_dir) / "profile", cluster.rank
+        self._directory.mkdir(exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] * (cluster.device.type == "cuda")
+        self._profile = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=58 - start, warmup=1, active=3, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profile.start()
+
+    def step(self) -> None:
+        if self._profile is not None:
+            self._profile.step()
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(self._directory / f"rank{self._rank}.json"))
+        averages = profile.key_averages()
+        on_gpu = torch.profiler.ProfilerActivity.CUDA in profile.activities
+        launches = sum(e.count for e in averages if "LaunchKernel" in e.key or "GraphLaunch" in e.key)
+        by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        busy = sum(getattr(e, by) for e in averages) / 3e6
+        spans = [e for e in profile.events() if e.name.startswith("ProfilerStep")]
+        wall = sum(e.time_range.elapsed_us() for e in spans) / 1e6 / max(1, len(spans))
+        head = f"steps 60 to 62, rank {self._rank}: {wall:.4f} s a step, {launches / 3:.0f} launches a step"
+        if on_gpu and wall:
+            head += f", GPU idle {max(0.0, 1 - busy / wall):.0%}"
+        (self._directory / f"rank{self._rank}.txt").write_text(
+            f"{head}\n\n{averages.table(sort_by=by, row_limit=30)}\n"
+        )
+
+
+# ---------------------------------------------------------------------------------- command line
+
+RENAMED = {
+    "policy.device": "device",
+    "config_path": "resume",
+    "tolerance_s": "dataset.tolerance_s",
+    "dataset.eval_split": "dataset.val_split",
+    "eval_steps": "eval_freq",
+    "env_eval_freq": "eval_freq",
+    "eval.n_episodes": "eval.episodes",
+    "peft.method": "peft.method_type",
+    "scheduler.num_warmup_steps": "scheduler.warmup_steps",
+    "scheduler.num_decay_steps": "scheduler.decay_steps",
+    "wandb.project": "tracker_project",
+    "trackio.project": "tracker_project",
+    "accelerator.mixed_precision": "mixed_precision",
+    "accelerator.gradient_accumulation.steps": "gradient_accumulation_steps",
+    "accelerator.compile.enabled": "compile",
+    "accelerator.compile.mode": "compile_mode",
+}
+"""lerobot-train's name -> ours. Also every --accelerator.ddp.X, --accelerator.fsdp.X (see `rename`)."""
+
+ACCEPTED = {
+    "policy.type": ("act",),
+    "optimizer.type": ("adamw",),
+    "policy.n_obs_steps": ("1",),
+    "policy.use_amp": ("false",),
+    "policy.use_peft": ("false",),
+    "use_policy_training_preset": ("true", "false"),
+    "persistent_workers": ("true",),
+    "dataset.video_backend": ("pyav", "torchcodec"),
+    "dataset.image_transforms.enable": ("false",),
+    "dataset.streaming": ("false",),
+    "dataset.return_uint8": ("true", "false"),
+    "dataset.repo_type": ("dataset",),
+    "max_eval_samples": ("0",),
+    "cudnn_deterministic": ("false",),
+    "ema.enable": ("false",),
+    "accelerator.compile.backend": ("inductor",),
+    "accelerator.activation_checkpointing.mode": ("none",),
+    "wandb.disable_artifact": ("true",),
+    "parallelism.context_parallel.ring_degree": ("1",),
+    "parallelism.context_parallel.ulysses_degree": ("1",),
+    "parallelism.cfg_parallel": ("1",),
+    "save_checkpoint_to_hub": ("false",),
+    "job.target": ("local",),
+}
+"""lerobot-train flags that say what is always so here: these values pass, others are refused."""
+
+REFUSED = {
+    "env.": "rollouts are chosen with --eval.env {sim,aloha-transfer-cube,aloha-insertion}",
+    "eval.": "rollouts are set with --eval.env, --eval.episodes and --eval.seed",
+    "ema.": "there is no weight averaging here",
+    "job.": "jobs are not submitted to the hub from here; start train.py on the machine that trains",
+    "reward_model.": "only the ACT policy is trained here",
+    "sample_weighting": "every frame has the same weight here",
+    "rename_map": "use --dataset.action-key, --dataset.state-key and --dataset.image-keys",
+    "dataset.image_transforms.": "there is no image augmentation here",
+    "dataset.exclude_episodes": "list the episodes to train on with --dataset.episodes",
+    "dataset.revision": "give the folder of that revision with --dataset.root",
+    "dataset.depth_output_unit": "depth cameras are not read here",
+    "dataset.": "data sets are read from disk with the --dataset.* flags of --help",
+    "prefetch_factor": "two batches a worker are fetched ahead; raise --num-workers instead",
+    "dataloader_multiprocessing_context": "workers are started from a clean server process, which is safe with video decoders",
+    "policy.private": "set the visibility of the repository on the hub",
+    "policy.tags": "edit the model card on the hub",
+    "policy.license": "edit the model card on the hub",
+    "policy.pretrained_path": "give --policy.path",
+    "policy.pretrained_revision": "give the folder of that revision with --policy.path",
+    "wandb.": "set wandb's own environment variables (WANDB_ENTITY, WANDB_MODE, WANDB_RUN_ID)",
+    "trackio.": "set trackio's own environment variables",
+    "peft.init_type": "adapters start as PEFT's default does: A uniform, B zero",
+    "accelerator.compile.": "regions are chosen by the layout: the whole network, or each wrap unit under FSDP",
+    "accelerator.activation_checkpointing.": "ACT's activations are small next to its images",
+    "accelerator.": "there is no Accelerate here; see the groups ddp, fsdp and parallelism in --help",
+    "parallelism.context_parallel.": "ACT's sequences are short; only data parallelism is offered",
+    "scheduler.name": "--scheduler.name takes none, linear or cosine",
+}  # fmt: skip
+"""lerobot-train flags without a meaning here, longest prefix first: the reason ends the sentence."""
+
+SCHEDULER_TYPES = {"cosine_decay_with_warmup": "cosine", "constant_with_warmup": "linear"}
+ENVIRONMENTS = {"AlohaTransferCube-v0": "aloha-transfer-cube", "AlohaInsertion-v0": "aloha-insertion"}
+
+
+def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
+    """The configuration of a command line, and the checkpoint to resume from (None: a fresh start).
+
+    Defaults come, from weak to strong, from the preset, the config.json under --policy.path, and the
+    configuration saved in the resumed checkpoint; flags override them all.
+    Raises:
+        ValueError: one sentence for the user. Flags that nobody knows end in tyro's own message, exit code 2.
+    """
+    flags = translate(split_flags(argv))
+    default = PRESETS.get(last_value(flags, "preset") or "aloha", Config())
+    path, source = last_value(flags, "policy.path"), None
+    if path not in (None, "None"):
+        saved_policy, _ = ckpt.load_policy_files(path)
+        default = replace(default, policy=with_saved_policy(default.policy, saved_policy, path))
+    if "resume" in flags:
+        output_dir = last_value(flags, "output_dir")
+        source = ckpt.resolve_resume(last_value(flags, "resume") or "auto", output_dir)
+        if source is not None:
+            default = resumed_config(source, output_dir, flags)
+        default = replace(default, resume=last_value(flags, "resume") or "auto")
+    config = tyro.cli(Config, args=join_flags(flags), default=default, description=__doc__.split("\n\n")[0])
+    if source is not None:
+        print_changes(default, config)
+    return config, source
+
+
+def last_value(flags: dict[str, list[str]], name: str) -> str | None:
+    values = flags.get(name)
+    return values[-1] if values else None
+
+
+def with_saved_policy(default: PolicyFlags, saved: dict[str, Any], path: str) -> PolicyFlags:
+    """The policy of a config.json, as defaults for the flags."""
+    names = {f.name for f in dataclasses.fields(model_act.ACTConfig)}
+    return replace(default, path=path, **{key: value for key, value in saved.items() if key in names})
+
+
+def resumed_config(source: Path, output_dir: str | None, flags: dict[str, list[str]]) -> Config:
+    """The configuration saved in a checkpoint, as defaults for the flags.
+
+    The layout is not part of what a run is: degrees that do not fit the processes of today fall back to DDP (or
+    one process), and shards that it cannot write to safetensors.
+    """
+    values = ckpt.load_run_config(source)
+    config = from_dict(Config, values, PRESETS.get(values.get("preset", "aloha"), Config()))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    given = [name for name in flags if name.startswith("parallelism.")]
+    try:
+        dist.resolve_degrees(config.parallelism, world_size)
+    except ValueError:
+        config = replace(config, parallelism=dist.ParallelismConfig())
+    sharded = given or dist.resolve_degrees(config.parallelism, world_size)[1] > 1
+    if not sharded and "checkpoint_format" not in flags:
+        config = replace(config, checkpoint_format="safetensors")
+    return replace(config, output_dir=output_dir or str(ckpt.run_dir_of(source)))
+
+
+def split_flags(argv: list[str]) -> dict[str, list[str]]:
+    """["--a.b=1", "--c", "2", "3"] -> {"a.b": ["1"], "c": ["2", "3"]}; names in snake_case, the last one wins."""
+    flags: dict[str, list[str]] = {}
+    values: list[str] = flags.setdefault("", [])
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+            values = flags[name.replace("-", "_")] = [value] if equals else []
+        else:
+            values.append(token)
+    return flags
+
+
+def translate(flags: dict[str, list[str]]) -> dict[str, list[str]]:
+    """lerobot-train's flags in our names; ours stay as they are.
+
+    Raises:
+        ValueError: a flag of lerobot-train that has no meaning here.
+    """
+    kinds = field_types(Config)
+    out: dict[str, list[str]] = {}
+    taken = {name: " ".join(values).lower() or "true" for name, values in flags.items()}
+    for name, values in flags.items():
+        value = taken[name]
+        new = rename(name)
+        if new in kinds or name in ("", "help", "resume") or new == "resume":
+            if name == "resume" and ("config_path" in flags or value == "false"):
+                continue
+            if name == "resume" and value == "true":
+                values = ["auto"]
+            if new in out and new == "eval_freq" and out[new] != values:
+                raise ValueError(f"--{name}={value} contradicts {out[new][0]} given before it; here --eval-freq is one "
+                                 "interval for validation loss and rollouts, so give one value.")  # fmt: skip
+            out[new] = as_tyro(values, kinds.get(new))
+        elif name in ("policy.push_to_hub", "policy.repo_id"):
+            if taken.get("policy.push_to_hub") == "true" and "policy.repo_id" not in flags:
+                raise ValueError(
+                    "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub USER/NAME."
+                )
+            if name == "policy.repo_id" and taken.get("policy.push_to_hub", "false") == "true":
+                out["push_to_hub"] = values
+        elif name in ("wandb.enable", "trackio.enable"):
+            if value == "true":
+                out["tracker"] = [name.split(".")[0]]
+        elif name == "scheduler.type":
+            if value not in SCHEDULER_TYPES:
+                raise ValueError(
+                    f"--scheduler.type={value} is not offered; use one of {', '.join(SCHEDULER_TYPES)}."
+                )
+            out["scheduler.name"] = [SCHEDULER_TYPES[value]]
+        elif name in ("scheduler.peak_lr", "scheduler.decay_lr"):
+            if not {"scheduler.peak_lr", "scheduler.decay_lr"} <= set(flags):
+                raise ValueError(
+                    "--scheduler.peak_lr and --scheduler.decay_lr go together; or give --scheduler.final-lr-ratio."
+                )
+            ratio = float(taken["scheduler.decay_lr"]) / float(taken["scheduler.peak_lr"])
+            out["scheduler.final_lr_ratio"] = [repr(ratio)]
+        elif name in ("env.type", "env.task"):
+            task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]
+            if taken.get("env.type") != "aloha" or task not in ENVIRONMENTS:
+                raise ValueError(f"--{name}={value}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
+                                 "(--env.type=aloha), or choose with --eval.env.")  # fmt: skip
+            out["eval.env"] = [ENVIRONMENTS[task]]
+        elif name in ACCEPTED:
+            if value not in ACCEPTED[name]:
+                raise ValueError(f"--{name}={value} has no counterpart here, where it is always "
+                                 f"{' or '.join(ACCEPTED[name])}; leave the flag out.")  # fmt: skip
+        else:
+            reason = next((why for prefix, why in REFUSED.items() if name.startswith(prefix)), None)
+            if reason and name not in kinds:
+                raise ValueError(f"--{name} is a flag of lerobot-train that has no meaning here: {reason}.")
+            out[name] = values
+    return out
+
+
+def rename(name: str) -> str:
+    """Our name of a flag of lerobot-train; any other name comes back as it is."""
+    if name in RENAMED:
+        return RENAMED[name]
+    name = (
+        name.removeprefix("accelerator.")
+        if name.startswith(("accelerator.ddp.", "accelerator.fsdp."))
+        else name
+    )
+    return name.replace("fsdp.mixed_precision_policy.", "fsdp.")
+
+
+def as_tyro(values: list[str], kind: Any) -> list[str]:
+    """`true` for a switch, `null`, `[1,2]` and `{"A": "B"}`, as draccus takes them, in the words that tyro takes."""
+    values = ["None" if v == "null" else v for v in values]
+    if kind is bool and len(values) == 1 and values[0].lower() in ("true", "false"):
+        return [values[0].lower()]
+    if len(values) == 1 and values[0][:1] in "[{" and values[0][:1]:
+        try:
+            value = json.loads(values[0].replace("'", '"'))
+        except json.JSONDecodeError:
+            return [v.strip() for v in values[0].strip("[]").split(",") if v.strip()]
+        if isinstance(value, dict):
+            return [str(part) for pair in value.items() for part in pair]
+        return [str(part) for part in value]
+    return values
+
+
+def join_flags(flags: dict[str, list[str]]) -> list[str]:
+    """The inverse of `split_flags`, with switches as tyro has them: --compile and --no-compile."""
+    kinds, argv = field_types(Config), list(flags.get("", []))
+    for name, values in flags.items():
+        if not name or (name == "resume"):
+            continue
+        if kinds.get(name) is bool and values in (["true"], ["false"], []):
+            group, _, leaf = name.rpartition(".")
+            argv.append(f"--{group + '.' if group else ''}{'no-' if values == ['false'] else ''}{leaf}")
+        else:
+            argv += [f"--{name}", *values]
+    return argv
+
+
+def field_types(config: type, prefix: str = "") -> dict[str, Any]:
+    """{"steps": int, "dataset.root": str | None, ...}: every flag and its type."""
+    found: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(config).items():
+        found |= (
+            field_types(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {prefix + name: kind}
+        )
+    return found
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as JSON has it: nested dicts, lists for tuples."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(kind: type, values: dict[str, Any], default: Any) -> Any:
+    """The inverse of `to_dict`; what is absent is `default`'s.
+
+    Raises:
+        ValueError: a key that this version does not know.
+    """
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(f"The saved configuration has keys that this version does not know: {', '.join(unknown)}; "
+                         "remove them from training_state/run_config.json.")  # fmt: skip
+    changes = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = from_dict(hints[name], value, getattr(default, name))
+        changes[name] = tuple(value) if isinstance(value, list) else value
+    return replace(default, **changes)
+
+
+def act_config(flags: PolicyFlags) -> model_act.ACTConfig:
+    names = [f.name for f in dataclasses.fields(model_act.ACTConfig)]
+    return model_act.ACTConfig(**{name: getattr(flags, name) for name in names})
+
+
+def print_changes(saved: Config, now: Config) -> None:
+    """Each flag that differs from the resumed run's, on rank 0."""
+    before, after = flat(to_dict(saved)), flat(to_dict(now))
+    if int(os.environ.get("RANK", 0)) == 0:
+        for name in after:
+            if before.get(name) != after[name]:
+                print(f"resume: --{name.replace('_', '-')} {before.get(name)} -> {after[name]}")
+
+
+def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
