@@ -24,9 +24,11 @@ The rules, each in one place: which episodes (`split_episodes`), which statistic
 (`SampleOrder`), which frame belongs to a row (`_match_frames`), what is cached and where (`cached`).
 """
 
+import atexit
 import copy
 import fcntl
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -39,10 +41,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -97,13 +101,13 @@ class DatasetConfig:
 
 # ---- open a data set ---------------------------------------------------------------------------------------
 def open_dataset(cfg: DatasetConfig, chunk_size: int) -> tuple["EpisodeDataset", "EpisodeDataset | None"]:
-    """Read a LeRobot data set: (training episodes, validation episodes or None), checked and with its frames cached.
+    """(training episodes, validation episodes or None) of a LeRobot data set, checked and with frames cached.
 
-    What was decided stands in `notes` of the first, a line each; lines that begin with "warning:" deserve an eye.
+    `notes` of the first says what was decided, a line each; lines that begin with "warning:" want attention.
 
     Raises:
-        ValueError: one sentence, for everything that would stop the training later: a wrong flag, missing or
-            broken files, metadata that does not add up, frames off their timestamps, NaN, no space for the cache.
+        ValueError: one sentence, for whatever would stop the training later: a wrong flag, missing or broken
+            files, metadata that does not add up, frames off their times, NaN, no space for the cache.
         ImportError: pyarrow or av is needed and not installed; names the pip line.
     """
     findings = _Findings(strict=True)
@@ -112,14 +116,21 @@ def open_dataset(cfg: DatasetConfig, chunk_size: int) -> tuple["EpisodeDataset",
     rows = _read_rows(meta, sorted(train_ids + val_ids), cfg, findings)
     cameras, gray = _open_cameras(meta, rows, cfg, findings)
     names = _vector_keys(meta, cfg)
-    table = _Table(
-        rows.columns, rows.lengths, meta.fps, cameras, rows.ids, gray,
-        stats=_statistics_on_disk(meta, train_ids, cfg, cameras),
-        num_episodes=len(meta.episodes),
+    base = EpisodeDataset(
+        rows.columns,
+        [meta.episodes[e].length for e in rows.ids],
+        fps=meta.fps,
+        cameras=cameras,
+        chunk_size=chunk_size,
+        episode_ids=rows.ids,
         order=[names.get(key, key) for key in meta.features],
-    )  # fmt: skip
-    notes = [f"data set {meta.root}: {len(meta.episodes)} episodes at {meta.fps:g} fps", *findings.warnings]
-    return _assemble(cfg, chunk_size, table, train_ids, val_ids, notes)
+    )
+    base.notes = [
+        f"data set {meta.root}: {len(meta.episodes)} episodes at {meta.fps:g} fps",
+        *findings.warnings,
+    ]
+    given = _statistics_on_disk(meta, train_ids, cfg, cameras)
+    return _finish(cfg, base, train_ids, val_ids, given, gray, len(meta.episodes))
 
 
 def open_columns(
@@ -130,170 +141,134 @@ def open_columns(
     fps: float,
     cameras: dict[str, Any],
 ) -> tuple["EpisodeDataset", "EpisodeDataset | None"]:
-    """As `open_dataset`, from arrays in memory and frames from anywhere: the embedded task, or a set of your own.
+    """As `open_dataset`, from arrays in memory and frames from anywhere, as the embedded task has them.
 
     Args:
-        columns: "action" (N, A) and, if there are any, "observation.state" and "observation.environment_state" (N, D).
+        columns: "action" (N, A), and "observation.state", "observation.environment_state" (N, D) if there are.
         lengths: frames of each episode; they add up to N.
-        cameras: frame sources by key: picklable objects with shape (H, W), __len__ (N), get(row) -> (H, W, 3) uint8,
-            cache_key() -> a string that is equal only for equal frames, and optionally in_order(start, stop) -> frames.
+        cameras: frame sources by key: picklable objects with shape (H, W), __len__ (N), get(row) -> (H, W, 3)
+            uint8, cache_key() -> equal only for equal frames, optionally in_order(start, stop) -> frames.
     """
     train_ids, val_ids = split_episodes(cfg, len(lengths))
-    cameras = {key: cameras[key] for key in _known_cameras(cfg, list(cameras))}
-    table = _Table(columns, lengths, fps, cameras, list(range(len(lengths))), num_episodes=len(lengths))
-    return _assemble(cfg, chunk_size, table, train_ids, val_ids, [])
-
-
-@dataclass
-class _Table:
-    """What the two ways to open a set have in common; rows and frames are those of the episodes `ids`."""
-
-    columns: dict[str, np.ndarray]
-    lengths: Sequence[int]
-    fps: float
-    cameras: dict[str, Any]
-    ids: list[int]
-    gray: set[str] = field(default_factory=set)  # cameras with one channel
-    stats: dict[str, dict[str, np.ndarray]] = field(
-        default_factory=dict
-    )  # as given, of the training episodes
-    num_episodes: int = 0  # that exist, loaded or not
-    order: list[str] = field(default_factory=list)  # of features
+    cameras = {key: cameras[key] for key in _chosen_cameras(cfg, list(cameras))}
+    base = EpisodeDataset(columns, lengths, fps=fps, cameras=cameras, chunk_size=chunk_size)
+    return _finish(cfg, base, train_ids, val_ids, {}, set(), len(lengths))
 
 
 def split_episodes(cfg: DatasetConfig, num_episodes: int) -> tuple[list[int], list[int]]:
     """(training, validation) episodes, each in ascending order and without common members."""
-    everything = list(range(num_episodes))
-    for flag, chosen in (("episodes", cfg.episodes), ("val-episodes", cfg.val_episodes)):
+    last = num_episodes - 1
+    for flag, chosen in (("--dataset.episodes", cfg.episodes), ("--dataset.val-episodes", cfg.val_episodes)):
         if chosen is None:
             continue
         if not chosen:
-            raise DatasetError(
-                f"--dataset.{flag} chooses no episode; name some of 0 to {num_episodes - 1}, or leave it out."
-            )
-        outside = sorted(set(chosen) - set(everything))
-        if outside:
-            raise DatasetError(
-                f"--dataset.{flag} names episode {outside[0]}, but the data set has 0 to {num_episodes - 1}."
-            )
-        twice = sorted({e for e in chosen if list(chosen).count(e) > 1})
-        if twice:
-            raise DatasetError(f"--dataset.{flag} names episode {twice[0]} twice; name each once.")
+            raise DatasetError(f"{flag} is empty; name some of 0 to {last}, or leave it out.")
+        for e in chosen:
+            if not 0 <= e <= last:
+                raise DatasetError(f"{flag} names episode {e}; the data set has 0 to {last}.")
+        if len(set(chosen)) < len(chosen):
+            twice = next(e for place, e in enumerate(chosen) if e in chosen[:place])
+            raise DatasetError(f"{flag} names episode {twice} twice; name each once.")
     if not 0 <= cfg.val_split < 1:
         raise DatasetError(f"--dataset.val-split={cfg.val_split} is no fraction; use 0 (off) or less than 1.")
     if cfg.val_split and cfg.val_episodes:
-        raise DatasetError(
-            "--dataset.val-split and --dataset.val-episodes both choose the validation episodes; use one."
-        )
-    train = sorted(cfg.episodes if cfg.episodes is not None else everything)
-    if cfg.val_episodes:
-        val = sorted(cfg.val_episodes)
-        both = sorted(set(train) & set(val))
-        if both and cfg.episodes is not None:
-            raise DatasetError(
-                f"episode {both[0]} is in --dataset.episodes and in --dataset.val-episodes; it belongs to one."
-            )
-        train = [e for e in train if e not in set(val)]
-    else:
-        held_out = max(1, round(cfg.val_split * len(train))) if cfg.val_split else 0
-        train, val = train[: len(train) - held_out], train[len(train) - held_out :]
+        raise DatasetError("--dataset.val-split and --dataset.val-episodes do the same; use one of them.")
+    train, val = sorted(cfg.episodes or range(num_episodes)), sorted(cfg.val_episodes or ())
+    if cfg.episodes and set(train) & set(val):
+        both = min(set(train) & set(val))
+        raise DatasetError(f"--dataset.episodes and --dataset.val-episodes both name {both}; use it once.")
+    train = [e for e in train if e not in set(val)]
+    if cfg.val_split:
+        held_out = max(1, round(cfg.val_split * len(train)))
+        train, val = train[:-held_out], train[-held_out:]
     if not train:
         raise DatasetError("the validation episodes leave none to train on; hold out fewer.")
     return train, val
 
 
-def _assemble(
+def _finish(
     cfg: DatasetConfig,
-    chunk_size: int,
-    table: _Table,
+    base: "EpisodeDataset",
     train_ids: list[int],
     val_ids: list[int],
-    notes: list[str],
+    given: dict[str, dict[str, np.ndarray]],
+    gray: set[str],
+    num_episodes: int,
 ) -> tuple["EpisodeDataset", "EpisodeDataset | None"]:
     """The common end of both ways to open a set: resize, cache, statistics, and the two views."""
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise DatasetError(f"chunk size {chunk_size} is no number of steps; use 1 or more.")
-    cameras = table.cameras
+    if base.chunk_size < 1:
+        raise DatasetError(f"--policy.chunk-size={base.chunk_size} is no number of steps; use 1 or more.")
     if cfg.image_size is not None:
-        height_width = tuple(cfg.image_size)
-        if len(height_width) != 2 or not all(1 <= n <= 8192 for n in height_width):
-            raise DatasetError(f"--dataset.image-size={cfg.image_size} is no height and width in pixels.")
-        cameras = {
-            key: source if tuple(source.shape) == height_width else Resized(source, height_width)
-            for key, source in cameras.items()
+        size = (int(cfg.image_size[0]), int(cfg.image_size[1]))
+        if not 1 <= min(size) <= max(size) <= 8192:
+            raise DatasetError(
+                f"--dataset.image-size={size} is no height and width in pixels; use 1 to 8192."
+            )
+        base.cameras = {
+            key: source if tuple(source.shape) == size else Resized(source, size)
+            for key, source in base.cameras.items()
         }
-    ends = np.cumsum(np.asarray(table.lengths, np.int64)).tolist()
-    spans = {e: (end - n, end) for e, end, n in zip(table.ids, ends, table.lengths)}
-    cameras = cached(
-        cameras, [spans[e] for e in sorted(train_ids + val_ids)], cfg.cache, cfg.cache_dir, notes
-    )
-    stats, origin = _statistics(cfg, table, cameras, [spans[e] for e in train_ids], notes)
-    notes.append(f"statistics from {len(train_ids)} of {table.num_episodes} episodes ({origin})")
-    base = EpisodeDataset(
-        table.columns,
-        table.lengths,
-        fps=table.fps,
-        cameras=cameras,
-        stats=stats,
-        chunk_size=chunk_size,
-        episode_ids=table.ids,
-        order=table.order,
-    )
+    spans = base.select(sorted(train_ids + val_ids)).spans()
+    base.cameras = cached(base.cameras, spans, cfg.cache, cfg.cache_dir, base.notes)
     train = base.select(train_ids)
+    base.stats, origin = _statistics(cfg, train, given, gray)
+    train.stats = base.stats
+    train.notes.append(f"statistics from {len(train_ids)} of {num_episodes} episodes ({origin})")
     short, padded = train.padding()
     if padded > 0.5:
-        notes.append(f"warning: {padded:.0%} of the target steps are padding ({short} of {len(train_ids)} episodes are shorter than the chunk of {chunk_size}); a smaller --policy.chunk-size wastes less.")  # fmt: skip
-    train.notes = notes
+        train.notes.append(
+            f"warning: {padded:.0%} of the target steps are padding: {short} of {len(train_ids)} episodes are "
+            f"shorter than --policy.chunk-size={base.chunk_size}; a smaller one wastes less."
+        )
     return train, base.select(val_ids) if val_ids else None
 
 
 class EpisodeDataset(Dataset):
     """Frames of chosen episodes, in ascending order of episode and time; local index i counts from 0.
 
-    Picklable at any time: open videos and mapped files stay behind.
+    Picklable at any time: open videos and mapped files stay behind. `stats` are in the form of `_statistics`.
 
     Args: as `open_columns`, and
-        stats: by key and by "mean", "std", "min", "max", ...; see `_statistics`.
         episode_ids: what the episodes are called, ascending; None counts from 0.
         order: the inputs in the order that the policy gets them; None is state, environment state, cameras.
     """
 
     def __init__(
-        self, columns, lengths, *, fps, cameras, stats, chunk_size, episode_ids=None, order=None
+        self, columns, lengths, *, fps, cameras, chunk_size, stats=None, episode_ids=None, order=()
     ) -> None:
-        lengths = np.asarray(lengths, np.int64)
-        total = int(lengths.sum())
-        ids = np.arange(len(lengths)) if episode_ids is None else np.asarray(episode_ids, np.int64)
-        frame = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        given = {
+        self.fps, self.cameras, self.chunk_size, self.order = fps, cameras, chunk_size, order
+        self.stats: dict[str, dict[str, Tensor]] = stats or {}
+        self.notes: list[str] = []
+        self._lengths = np.asarray(lengths, np.int64)
+        self._ids = (
+            np.arange(len(self._lengths)) if episode_ids is None else np.asarray(episode_ids, np.int64)
+        )
+        total = int(self._lengths.sum())
+        frame = np.arange(total) - np.repeat(np.cumsum(self._lengths) - self._lengths, self._lengths)
+        index_columns = {
             "index": np.arange(total),
-            "episode_index": np.repeat(ids, lengths),
+            "episode_index": np.repeat(self._ids, self._lengths),
             "frame_index": frame,
             "timestamp": (frame / fps).astype(np.float32),
             "task_index": np.zeros(total, np.int64),
-        } | dict(columns)
-        assert all(len(values) == total for values in given.values()), (
-            "columns of another length than the episodes"
-        )
-        self.columns = {key: np.ascontiguousarray(values) for key, values in given.items()}
-        self.lengths, self.ids, self.fps, self.cameras, self.stats = lengths, ids, fps, cameras, stats
-        self.chunk_size, self.order = chunk_size, order or []
-        self.notes: list[str] = []
-        self._choose(np.arange(len(lengths)))
+        }
+        self.columns = {key: np.ascontiguousarray(v) for key, v in (index_columns | dict(columns)).items()}
+        for key, values in (*self.columns.items(), *cameras.items()):
+            if len(values) != total:
+                raise DatasetError(f"{key} has {len(values)} rows, but the episodes have {total} frames.")
+        self._choose(np.arange(len(self._lengths)))
 
     def _choose(self, places: np.ndarray) -> None:
-        ends = np.cumsum(self.lengths)[places]
-        lengths = self.lengths[places]
-        self.episode_ids = [int(e) for e in self.ids[places]]
-        self.episode_lengths = lengths
-        starts = np.cumsum(lengths) - lengths
-        self._rows = np.arange(int(lengths.sum())) + np.repeat(ends - lengths - starts, lengths)
-        self._last_rows = np.repeat(ends - 1, lengths)
+        self.episode_ids = [int(e) for e in self._ids[places]]
+        self.episode_lengths = lengths = self._lengths[places]
+        self._ends = np.cumsum(self._lengths)[places]
+        self._rows = np.arange(int(lengths.sum())) + np.repeat(self._ends - np.cumsum(lengths), lengths)
+        self._last_rows = np.repeat(self._ends - 1, lengths)
 
     def select(self, episode_ids: Sequence[int]) -> "EpisodeDataset":
-        """A view of some episodes; it shares all data."""
+        """A view of some of the episodes, which shares all data."""
         view = copy.copy(self)
-        view._choose(np.searchsorted(self.ids, np.asarray(episode_ids)))
+        view._choose(np.searchsorted(self._ids, np.asarray(episode_ids)))
         return view
 
     def __len__(self) -> int:
@@ -305,14 +280,19 @@ class EpisodeDataset(Dataset):
 
     @property
     def features(self) -> tuple[dict, dict]:
-        """(input, output) features in LeRobot's policy form, {"observation.state": {"type": "STATE", "shape": [14]}}."""
+        """(inputs, outputs) in LeRobot's policy form: {"observation.state": {"type": "STATE", "shape": [14]}}."""
         kinds = {STATE: "STATE", ENV_STATE: "ENV"}
-        inputs = {
-            k: {"type": kinds[k], "shape": [self.columns[k].shape[1]]} for k in kinds if k in self.columns
-        }
-        inputs |= {k: {"type": "VISUAL", "shape": [3, *source.shape]} for k, source in self.cameras.items()}
-        inputs = {key: inputs[key] for key in dict.fromkeys([*self.order, *inputs]) if key in inputs}
+        inputs: dict[str, dict] = {}
+        for key in dict.fromkeys([*self.order, *kinds, *self.cameras]):
+            if key in self.cameras:
+                inputs[key] = {"type": "VISUAL", "shape": [3, *self.cameras[key].shape]}
+            elif key in kinds and key in self.columns:
+                inputs[key] = {"type": kinds[key], "shape": [self.columns[key].shape[1]]}
         return inputs, {ACTION: {"type": "ACTION", "shape": [self.columns[ACTION].shape[1]]}}
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First row and last row + 1 of each episode, in columns and cameras."""
+        return [(int(end - n), int(end)) for end, n in zip(self._ends, self.episode_lengths)]
 
     def valid_steps(self, indices: np.ndarray) -> np.ndarray:
         """Unpadded steps in the chunk of each frame."""
@@ -320,53 +300,41 @@ class EpisodeDataset(Dataset):
 
     def padding(self) -> tuple[int, float]:
         """(episodes shorter than the chunk, share of padded steps over all chunks)"""
-        short = int((self.episode_lengths < self.chunk_size).sum())
-        valid = self.valid_steps(np.arange(len(self))).sum()
-        return short, 1 - float(valid) / (len(self) * self.chunk_size)
+        valid = float(self.valid_steps(np.arange(len(self))).sum())
+        return int((self.episode_lengths < self.chunk_size).sum()), 1 - valid / (len(self) * self.chunk_size)
 
     def get_batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Samples at local indices; see the file's head for keys and shapes."""
         rows, last = self._rows[indices], self._last_rows[indices]
-        batch = {
-            key: torch.from_numpy(self.columns[key][rows])
-            for key in (*INDEX_COLUMNS, STATE, ENV_STATE)
-            if key in self.columns
-        }
+        keys = [key for key in (*INDEX_COLUMNS, STATE, ENV_STATE) if key in self.columns]
+        batch = {key: torch.from_numpy(self.columns[key][rows]) for key in keys}
         steps = rows[:, None] + np.arange(self.chunk_size)
         batch[ACTION] = torch.from_numpy(self.columns[ACTION].take(np.minimum(steps, last[:, None]), axis=0))
         batch["action_is_pad"] = torch.from_numpy(steps > last[:, None])
         for key, source in self.cameras.items():
-            frames = _new_frames((len(rows), 3, *source.shape))
+            batch[key] = _new_frames((len(rows), 3, *source.shape))
             if isinstance(source, CachedFrames):
-                source.read_into(rows, frames)
+                source.read_into(rows, batch[key])
             else:
-                for frame, row in zip(frames, rows):
-                    frame.copy_(torch.from_numpy(source.get(int(row))).permute(2, 0, 1))
-            batch[key] = frames
+                for frame, row in zip(batch[key], rows.tolist()):
+                    frame.copy_(torch.from_numpy(source.get(row)).permute(2, 0, 1))
         return batch
 
 
 def _new_frames(shape: tuple[int, ...]) -> Tensor:
-    """Uninitialised uint8; inside a loader worker in the shared memory it is sent through, which saves a copy."""
+    """Uninitialised uint8; in a loader worker in the shared memory that it is sent through, to save a copy."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared(math.prod(shape))
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
-# ---- order, batches, loader --------------------------------------------------------------------------------
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: uint64 -> uint64, each bit depends on all. Source: Steele et al. 2014."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
+# ---- order and batches -------------------------------------------------------------------------------------
 class SampleOrder:
     """Which frame stands at position p of the run: a pure function of (seed, p), with nothing stored.
 
-    Epoch p // N is a permutation of [0, N) of its own: a Feistel network on the smallest power of two that holds N,
-    walked until it lands inside. Positions may be any integers >= 0, N up to 2^62. Source: Black and Rogaway 2002.
+    Epoch p // N has a permutation of [0, N) of its own: a Feistel network on the least power of two that holds
+    N, walked until it lands inside. Any p >= 0, N up to 2^62. Source: Black and Rogaway 2002, method 3.
     """
 
     ROUNDS = 6
@@ -375,26 +343,21 @@ class SampleOrder:
         if not 1 <= num_frames <= 2**62:
             raise DatasetError(f"a sample order needs 1 to 2^62 frames, got {num_frames}.")
         self.num_frames = num_frames
-        bits = max(
-            4, (num_frames - 1).bit_length()
-        )  # tiny domains make poor permutations; walking is cheap there
+        bits = max(4, (num_frames - 1).bit_length())  # tiny domains make poor permutations; walking is cheap
         self._left, self._right = np.uint64(bits - bits // 2), np.uint64(bits // 2)
-        self._seed = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+        self._seed = _mix(np.array([seed % 2**64], np.uint64))
 
     def frame(self, positions: np.ndarray) -> np.ndarray:
         """Local indices (int64) at these positions."""
-        p = np.asarray(positions, np.int64).reshape(-1)
-        epoch, x = (part.astype(np.uint64) for part in np.divmod(p, self.num_frames))
-        key = _mix(self._seed + epoch * np.uint64(0x9E3779B97F4A7C15))
-        inside = np.uint64(self.num_frames)
-        x = self._permute(x, key)
-        while (walk := np.flatnonzero(x >= inside)).size:
+        epoch, place = np.divmod(np.asarray(positions, np.int64).reshape(-1), self.num_frames)
+        key = _mix(self._seed + epoch.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        x = self._permute(place.astype(np.uint64), key)
+        while (walk := np.flatnonzero(x >= np.uint64(self.num_frames))).size:
             x[walk] = self._permute(x[walk], key[walk])
         return x.astype(np.int64).reshape(np.shape(positions))
 
     def _permute(self, x: np.ndarray, key: np.ndarray) -> np.ndarray:
-        one = np.uint64(1)
-        left, right = x >> self._right, x & ((one << self._right) - one)
+        left, right = x >> self._right, x & ((np.uint64(1) << self._right) - np.uint64(1))
         for turn in range(self.ROUNDS):
             key = key + np.uint64(0xD1B54A32D192ED03)
             if turn % 2:
@@ -404,21 +367,28 @@ class SampleOrder:
         return (left << self._right) | right
 
     def noise_seed(self, positions: np.ndarray) -> np.ndarray:
-        """One int64 >= 0 for each position, for all randomness of that sample."""
+        """One int64 >= 0 for each position, from which all randomness of that sample is derived."""
         p = np.asarray(positions, np.int64).astype(np.uint64)
         return (_mix(_mix(p + np.uint64(0x632BE59BD9B4E019)) ^ self._seed) >> np.uint64(1)).astype(np.int64)
 
 
-class TrainBatches(Dataset):
-    """Item s is this rank's whole batch of loop step s: a pure function of s, so a resume only starts at another s.
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64, uint64 -> uint64: every bit depends on all. Source: Steele et al. 2014."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
-    Step s takes the next batch_size * world_size positions of the order and each rank its part. "num_valid" is the
-    count of unpadded action steps of the optimizer window that s lies in, over all ranks and micro-batches, divided
-    by the number of (rank, micro-batch) pieces: with it the plain mean over pieces is the undivided batch's loss.
+
+class TrainBatches(Dataset):
+    """Item s is this rank's whole batch of loop step s: a pure function of s, so a resume just starts at s.
+
+    Step s takes the next batch_size * world_size positions of the order, and each rank its part. "num_valid" is
+    the count of unpadded action steps in the optimizer window of s, over all ranks and micro-batches, divided by
+    the number of (rank, micro-batch) pieces: the plain mean over pieces is then the undivided batch's loss.
 
     Args:
-        steps: the last step + 1, of the whole run.
-        start_step, samples_seen: where the run stands; samples_seen is the position of start_step's first sample.
+        steps: the last step of the whole run + 1.
+        start_step, samples_seen: where the run stands; samples_seen is the position of its next sample.
     """
 
     def __init__(
@@ -442,33 +412,27 @@ class TrainBatches(Dataset):
         return len(self.steps)
 
     def position(self, step: int) -> int:
-        """Of the step's first sample over all ranks."""
+        """Of the first sample of a step, over all ranks."""
         return self.samples_seen + (step - self.steps.start) * self.batch_size * self.world_size
 
-    def window(self, step: int) -> range:
-        """The steps whose gradients make one optimizer step with this one's; cut where the run starts and ends."""
-        accumulation = self.accumulation_steps
-        first = step // accumulation * accumulation
-        return range(max(self.steps.start, first), min(first + accumulation, self.steps.stop))
-
     def __getitem__(self, step: int) -> dict[str, Tensor]:
-        steps = self.window(step)
-        window = np.arange(self.position(steps.start), self.position(steps.stop))
-        frames = self.order.frame(window)
-        mine = slice(self.position(step) + self.rank * self.batch_size - window[0], None)
-        mine = slice(mine.start, mine.start + self.batch_size)
+        window = step // self.accumulation_steps * self.accumulation_steps
+        first = max(self.steps.start, window)
+        stop = min(window + self.accumulation_steps, self.steps.stop)
+        positions = np.arange(self.position(first), self.position(stop))
+        frames = self.order.frame(positions)
+        begin = self.position(step) - self.position(first) + self.rank * self.batch_size
+        mine = slice(begin, begin + self.batch_size)
         batch = self.dataset.get_batch(frames[mine])
-        pieces = self.world_size * len(steps)
-        batch["num_valid"] = torch.tensor(
-            self.dataset.valid_steps(frames).sum() / pieces, dtype=torch.float32
-        )
-        batch["noise_seed"] = torch.from_numpy(self.order.noise_seed(window[mine]))
+        valid = self.dataset.valid_steps(frames).sum() / (self.world_size * (stop - first))
+        batch["num_valid"] = torch.tensor(valid, dtype=torch.float32)
+        batch["noise_seed"] = torch.from_numpy(self.order.noise_seed(positions[mine]))
         return batch
 
 
 class ValBatches(Dataset):
-    """Every sample exactly once over the ranks, in order. The tail repeats the last sample with "sample_weight" 0,
-    so that shapes and the number of batches are the same everywhere."""
+    """Every sample exactly once over the ranks, in order. The last batches are filled up with the last sample at
+    "sample_weight" 0, so that shapes and the number of batches are the same on every rank."""
 
     def __init__(self, dataset, batch_size, rank, world_size) -> None:
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
@@ -484,6 +448,10 @@ class ValBatches(Dataset):
         return batch
 
 
+# ---- loader ------------------------------------------------------------------------------------------------
+WORKERS_IGNORE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 def make_loader(
     batches: TrainBatches | ValBatches,
     num_workers: int,
@@ -491,48 +459,44 @@ def make_loader(
     start_method: str = "forkserver",
     prefetch_factor: int = 2,
 ) -> DataLoader:
-    """The batches of `batches.steps` in order, prepared by `num_workers` processes (0: in this one).
+    """The batches of `batches.steps` in order, prepared by `num_workers` processes (0: by this one).
 
-    Workers come from a server process that has torch imported and has no thread and no lock of ours, use one
-    thread each, and ignore SIGINT, SIGTERM and SIGUSR1: whoever signals the whole process group (torchrun, a
-    terminal, Slurm) stops the trainer, which stops them.
+    Workers come from a server process that has torch imported and none of our threads and locks. They use one
+    thread each and ignore SIGINT, SIGTERM and SIGUSR1: who signals the whole process group (torchrun, Slurm, a
+    terminal) reaches the trainer, which ends them.
 
     Raises:
         ValueError: the batches in flight do not fit into /dev/shm.
     """
+    plain: dict[str, Any] = {"batch_size": None, "sampler": batches.steps, "collate_fn": _same, "pin_memory": pin_memory}
+    plain["generator"] = torch.Generator()  # of its own, so that the global one is not drawn from
     if num_workers == 0:
-        return DataLoader(
-            batches, batch_size=None, sampler=batches.steps, collate_fn=_same, generator=torch.Generator()
-        )
-    source = batches.dataset
-    frame_bytes = sum(3 * math.prod(camera.shape) for camera in source.cameras.values())
+        return DataLoader(batches, **plain)
+    frame_bytes = sum(3 * math.prod(source.shape) for source in batches.dataset.cameras.values())
     need = num_workers * prefetch_factor * batches.batch_size * frame_bytes
+    need *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else need
     if need > free:
-        raise DatasetError(f"--num-workers={num_workers} needs {_size(need)} of shared memory for batches in flight, and /dev/shm has {_size(free)} free; use fewer workers, a smaller --batch-size, or more shared memory (docker run --shm-size=8g).")  # fmt: skip
+        raise DatasetError(
+            f"--num-workers={num_workers} needs {_size(need)} of /dev/shm on this node for batches in flight, and "
+            f"{_size(free)} are free; use fewer workers, or more of it (docker run --shm-size=8g)."
+        )
     context = torch.multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        context.set_forkserver_preload(["__main__", "torch", "numpy", __name__])
+        context.set_forkserver_preload(["__main__", "torch", __name__])
     return _Loader(
         batches,
-        batch_size=None,
-        sampler=batches.steps,
         num_workers=num_workers,
-        collate_fn=_same,
-        pin_memory=pin_memory,
         worker_init_fn=_start_worker,
         multiprocessing_context=context,
-        generator=torch.Generator(),  # of its own: the global one is not drawn from
         prefetch_factor=prefetch_factor,
         persistent_workers=True,
+        **plain,
     )
 
 
 def _same(batch: Any) -> Any:
     return batch
-
-
-WORKERS_IGNORE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class _Loader(DataLoader):
@@ -543,13 +507,11 @@ class _Loader(DataLoader):
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Processes started inside ignore the signals from their first instruction; ours wait until the end.
+    """Processes started inside ignore the signals from their first instruction on.
 
-    Blocked signals stay pending although they are ignored (Linux), so one that arrives meanwhile reaches our handler.
+    One that arrives meanwhile stays pending, since it is blocked, and reaches our own handler at the end (Linux).
     """
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # starting it later would unblock the signals (Python 3.11)
+    resource_tracker.ensure_running()  # its start would unblock the signals (Python 3.11)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, WORKERS_IGNORE)
     main = threading.current_thread() is threading.main_thread()
     handlers = {s: signal.signal(s, signal.SIG_IGN) for s in WORKERS_IGNORE} if main else {}
@@ -568,7 +530,7 @@ def _start_worker(worker: int) -> None:
 
 
 def to_device(loader: DataLoader, device: torch.device | str) -> "DeviceBatches":
-    """Iterate over the loader with batches on the device; `.waited_s` counts the seconds spent waiting for data."""
+    """Iterator over the loader's batches on the device; its `waited_s` counts the seconds spent waiting for data."""
     return DeviceBatches(loader, torch.device(device))
 
 
@@ -576,8 +538,7 @@ class DeviceBatches:
     """On CUDA the next batch is copied on a stream of its own while the current one is trained on."""
 
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
-        self.device, self.waited_s = device, 0.0
-        self._iterator = iter(loader)
+        self.device, self.waited_s, self._iterator = device, 0.0, iter(loader)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: dict[str, Tensor] | None = None
 
@@ -585,19 +546,15 @@ class DeviceBatches:
         return self
 
     def __next__(self) -> dict[str, Tensor]:
-        if self._stream is None:
-            batch = self._fetch()
-            if batch is None:
-                raise StopIteration
-            return {key: value.to(self.device) for key, value in batch.items()}
-        batch = self._next if self._next is not None else self._fetch()
+        batch = self._next or self._fetch()
         if batch is None:
             raise StopIteration
-        now = torch.cuda.current_stream(self.device)
-        now.wait_stream(self._stream)
-        for value in batch.values():
-            value.record_stream(now)
-        self._next = self._fetch()
+        if self._stream is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_stream(self._stream)
+            for value in batch.values():
+                value.record_stream(now)
+            self._next = self._fetch()
         return batch
 
     def _fetch(self) -> dict[str, Tensor] | None:
@@ -605,22 +562,25 @@ class DeviceBatches:
         try:
             batch = next(self._iterator, None)
         except RuntimeError as error:
-            if re.search(
-                r"Bus error|No space left|shared memory|unable to (write|open|mmap)|Too many open files",
-                str(error),
-            ):
-                raise RuntimeError("the loader's workers ran out of shared memory (/dev/shm) or file handles; use fewer --num-workers, or more of it (docker run --shm-size=8g, ulimit -n 65536).") from error  # fmt: skip
+            shortage = (
+                r"Bus error|No space left|shared memory|unable to (write|open|mmap)|Too many open files"
+            )
+            if re.search(shortage, str(error)):
+                raise RuntimeError(
+                    "the loader's workers ran out of /dev/shm or file handles; use fewer --num-workers, or more "
+                    "of it (docker run --shm-size=8g, ulimit -n 65536)."
+                ) from error
             raise
         self.waited_s += time.perf_counter() - before
-        if batch is None or self._stream is None:
-            return batch
-        with torch.cuda.stream(self._stream):
+        if batch is None:
+            return None
+        with torch.cuda.stream(self._stream):  # None: does nothing
             return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
 
-# ---- frame sources: what a camera's frames come from; row counts over the loaded episodes ------------------
+# ---- frame sources: where a camera's frames come from; rows count over the loaded episodes -----------------
 class VideoFrames:
-    """Frames of one camera from videos, decoded on demand. The frame of a row is known by file and pts, exactly."""
+    """One camera's frames in videos, decoded on demand. A row's frame is known by file and pts, so exactly."""
 
     thread_safe = True  # in_order opens a decoder of its own
 
@@ -638,7 +598,7 @@ class VideoFrames:
 
     def get(self, row: int) -> np.ndarray:
         """(H, W, 3) uint8"""
-        if self._pid != os.getpid():  # forked: the file offsets are shared with the parent, so open anew
+        if self._pid != os.getpid():  # forked: file offsets are shared with the parent, so open anew
             self._open, self._pid = OrderedDict(), os.getpid()
         number = int(self.file_of_row[row])
         decoder = self._open.pop(number, None) or _Decoder(self.files[number], self.keyframes[number])
@@ -648,74 +608,71 @@ class VideoFrames:
         return decoder.read(int(self.pts_of_row[row]), self.shape)
 
     def in_order(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Rows of one episode, decoded forward."""
+        """Rows of one episode, decoded forward; what the decoder complains about is an error here."""
         number = int(self.file_of_row[start])
         decoder = _Decoder(self.files[number], self.keyframes[number])
         try:
             for row in range(start, stop):
-                yield decoder.read(int(self.pts_of_row[row]), self.shape, forward=row > start)
+                yield decoder.read(int(self.pts_of_row[row]), self.shape, forward=True)
         finally:
             decoder.close()
 
     def span_key(self, start: int, stop: int) -> str:
-        digest = self.digests[int(self.file_of_row[start])]
-        return f"video {digest} {_hash(self.pts_of_row[start:stop].tobytes())} {self.shape}"
+        """Of the frames of one episode: equal only for equal frames."""
+        times = _hash(self.pts_of_row[start:stop].tobytes())
+        return f"video {self.digests[int(self.file_of_row[start])]} {times} {self.shape}"
 
 
 class _Decoder:
-    """One open video. Decodes on from where it is, and seeks to the key frame before the wanted one otherwise."""
+    """One open video. Decodes on from where it is, or seeks to the key frame before the wanted frame."""
 
     def __init__(self, path: Path, keyframes: np.ndarray) -> None:
-        av = _import("av", "videos")
         self.path, self.keyframes = path, keyframes
+        self.av = _import("av", "videos")
+        self.av.logging.set_level(self.av.logging.ERROR)
         with _told(path):
-            self.container = av.open(str(path))
+            self.container = self.av.open(str(path))
             self.stream = self.container.streams.video[0]
-            self.stream.codec_context.thread_count = 1  # workers are the parallelism
+            self.stream.codec_context.thread_count = 1  # the workers are the parallelism
         self.frames: Iterator | None = None
-        self.at: int | None = None
         self.frame: Any = None
 
     def read(self, pts: int, shape: tuple[int, int], forward: bool = False) -> np.ndarray:
-        with _told(self.path):
-            if self.at != pts or self.frame is None:
-                self._go_to(pts, forward)
-            if self.frame.is_corrupt:
-                raise DatasetError(
-                    f"{self.path}: the frame at {self._seconds(pts)} s is damaged; replace the file."
-                )
+        at = f"the frame at {float(pts * self.stream.time_base):.4f} s"
+        with _told(self.path, at), self.av.logging.Capture() as complaints:
+            if (self.frame is None or self.frame.pts != pts) and not self._go_to(pts, forward):
+                raise DatasetError(f"{self.path}: {at} cannot be decoded; the file is damaged.")
+            if self.frame.is_corrupt or (forward and complaints):
+                reason = complaints[0][2].strip() if complaints else "marked as corrupt"
+                raise DatasetError(f"{self.path}: {at} is damaged ({reason}); replace or re-encode the file.")
             image = self.frame.to_ndarray(format="rgb24")
         if image.shape[:2] != tuple(shape):
-            raise DatasetError(f"{self.path}: frames are {image.shape[0]}x{image.shape[1]}, but meta/info.json says {shape[0]}x{shape[1]}; correct the feature's shape.")  # fmt: skip
+            raise DatasetError(
+                f"{self.path}: frames are {image.shape[0]}x{image.shape[1]}, but meta/info.json says "
+                f"{shape[0]}x{shape[1]}; correct the feature's shape."
+            )
         return image
 
-    def _go_to(self, pts: int, forward: bool) -> None:
+    def _go_to(self, pts: int, forward: bool) -> bool:
         key = max(0, int(np.searchsorted(self.keyframes[:, 0], pts, "right")) - 1)
-        seeks: list[int | None] = [
-            int(self.keyframes[key, 0]),
-            int(self.keyframes[key, 1]),
-            int(self.keyframes[0].min()),
-        ]
-        if self.frames is not None and self.at is not None and self.at < pts:
-            if forward or self.keyframes[key, 0] <= self.at:
-                seeks.insert(0, None)
-        for target in seeks:  # a later entry is needed only where a container seeks past the wanted frame
+        seeks: list[int | None] = [*self.keyframes[key].tolist(), int(self.keyframes[0].min())]
+        if (
+            self.frame is not None
+            and self.frame.pts < pts
+            and (forward or self.keyframes[key, 0] <= self.frame.pts)
+        ):
+            seeks.insert(0, None)  # decode on
+        for target in seeks:  # a later one is needed only where a container seeks past the wanted frame
             if target is not None:
                 self.container.seek(target, stream=self.stream)
                 self.frames = self.container.decode(self.stream)
-            assert self.frames is not None
-            for frame in self.frames:
-                self.at, self.frame = frame.pts, frame
+            for frame in self.frames or ():
                 if frame.pts is not None and frame.pts >= pts:
+                    self.frame = frame
+                    if frame.pts == pts:
+                        return True
                     break
-            if self.at == pts:
-                return
-        raise DatasetError(
-            f"{self.path}: the frame at {self._seconds(pts)} s cannot be decoded; the file is damaged."
-        )
-
-    def _seconds(self, pts: int) -> str:
-        return f"{float(pts * self.stream.time_base):.4f}"
+        return False
 
     def close(self) -> None:
         self.frames = self.frame = None
@@ -723,50 +680,49 @@ class _Decoder:
 
 
 class EncodedFrames:
-    """Images stored inside parquet: their PNG or JPEG bytes lie in mapped files, and get() decodes just the one."""
+    """Images stored inside parquet: their PNG or JPEG bytes lie in mapped files; get() decodes the one asked for."""
 
     thread_safe = True
 
-    def __init__(
-        self, shape, blobs: list[Path], blob_of_row, start_of_row, size_of_row, origin: list[Path]
-    ) -> None:
+    def __init__(self, shape, blobs, origin, file_of_row, start_of_row, size_of_row) -> None:
         self.shape, self.blobs, self.origin = shape, blobs, origin
-        self.blob_of_row, self.start_of_row, self.size_of_row = blob_of_row, start_of_row, size_of_row
+        self.file_of_row, self.start_of_row, self.size_of_row = file_of_row, start_of_row, size_of_row
         self._maps: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self.blob_of_row)
+        return len(self.file_of_row)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_maps": {}}
 
     def get(self, row: int) -> np.ndarray:
+        """(H, W, 3) uint8"""
         from torchvision.io import ImageReadMode, decode_image
 
-        number = int(self.blob_of_row[row])
+        number, start = int(self.file_of_row[row]), int(self.start_of_row[row])
         if number not in self._maps:
             self._maps[number] = _map_file(self.blobs[number])
-        start, size = int(self.start_of_row[row]), int(self.size_of_row[row])
-        with _told(self.origin[number], f"the image of row {row}"):
-            image = decode_image(self._maps[number][start : start + size], ImageReadMode.RGB)
+        with _told(self.origin[number], f"image {row}"):
+            image = decode_image(
+                self._maps[number][start : start + int(self.size_of_row[row])], ImageReadMode.RGB
+            )
         if image.dtype != torch.uint8 or tuple(image.shape[1:]) != tuple(self.shape):
-            raise DatasetError(f"{self.origin[number]}: an image is {tuple(image.shape[1:])} {image.dtype}, but meta/info.json says {tuple(self.shape)} and 8 bits; correct the feature.")  # fmt: skip
+            raise DatasetError(
+                f"{self.origin[number]}: an image is {tuple(image.shape[1:])} {image.dtype}, but meta/info.json "
+                f"says {tuple(self.shape)} and 8 bits are needed; correct the feature."
+            )
         return image.permute(1, 2, 0).numpy()
 
     def span_key(self, start: int, stop: int) -> str:
-        names = f"{self.blobs[int(self.blob_of_row[start])].name} {_hash(self.start_of_row[start:stop].tobytes())}"
-        return f"images {names} {self.shape}"
+        places = _hash(self.start_of_row[start:stop].tobytes())
+        return f"images {self.blobs[int(self.file_of_row[start])].name} {places} {self.shape}"
 
 
 class Resized:
-    """Another source's frames at (H, W), bilinear with antialiasing; the same bytes whether cached or on demand."""
+    """Another source's frames at (H, W), bilinear with antialiasing; the same bytes cached or on demand."""
 
     def __init__(self, source: Any, shape: tuple[int, int]) -> None:
-        self.source, self.shape, self.thread_safe = (
-            source,
-            tuple(shape),
-            getattr(source, "thread_safe", False),
-        )
+        self.source, self.shape, self.thread_safe = source, shape, getattr(source, "thread_safe", False)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -801,7 +757,7 @@ def _span_key(source: Any, start: int, stop: int) -> str:
 
 
 class CachedFrames:
-    """Decoded frames of one camera in files of the frame cache, one file an episode: raw uint8 (length, 3, H, W)."""
+    """One camera's decoded frames in files of the frame cache, one an episode: raw uint8 (length, 3, H, W)."""
 
     def __init__(self, shape, num_rows: int, spans: list[tuple[int, int]], files: list[Path]) -> None:
         self.shape, self.num_rows, self.files = tuple(shape), num_rows, files
@@ -818,11 +774,11 @@ class CachedFrames:
     def read_into(self, rows: np.ndarray, out: Tensor) -> None:
         """Copy the frames of these rows into out (B, 3, H, W)."""
         episodes = np.searchsorted(self.starts, rows, "right") - 1
-        for frame, episode, row in zip(out, episodes.tolist(), (rows - self.starts[episodes]).tolist()):
+        for frame, episode, place in zip(out, episodes.tolist(), (rows - self.starts[episodes]).tolist()):
             if episode not in self._maps:
                 size = (self.lengths[episode], 3, *self.shape)
                 self._maps[episode] = _map_file(self.files[episode], math.prod(size)).view(size)
-            frame.copy_(self._maps[episode][row])
+            frame.copy_(self._maps[episode][place])
 
     def get(self, row: int) -> np.ndarray:
         out = torch.empty((1, 3, *self.shape), dtype=torch.uint8)
@@ -834,70 +790,70 @@ def _map_file(path: Path, size: int | None = None) -> Tensor:
     """A file's bytes, mapped privately: nothing is read before it is used, and no file handle stays open."""
     with _told(path):
         found = path.stat().st_size
-        if size is not None and found != size:
-            raise DatasetError(
-                f"{path} has {found} bytes, not {size}; delete it, and the next run builds it again."
-            )
-        return torch.from_file(str(path), shared=False, size=found, dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)  # fmt: skip
+        if size not in (None, found):
+            raise DatasetError(f"{path} has {found} bytes, not {size}; delete it, and it is built again.")
+        return torch.from_file(str(path), shared=False, size=found, dtype=torch.uint8)
 
 
 # ---- frame cache -------------------------------------------------------------------------------------------
 def cached(
     cameras: dict[str, Any], spans: list[tuple[int, int]], mode: str, cache_dir: str | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Sources that read decoded frames from mapped files; what is missing is decoded first, once on a node.
+    """Sources that read decoded frames from mapped files; missing files are made first, once on a node.
 
-    A file holds one camera's frames of one episode. Its name is a hash of the frames' origin (the video's bytes, the
-    frames' times) and size, so that a changed video, another resize or another subset never reads wrong frames, and
-    a copy of the data set reads the same ones. It is written under another name and renamed when whole, so a killed
-    build leaves nothing that could be used; a lock on that name makes other processes wait and then share.
-    Only the episodes that are used are cached.
+    A file holds one camera's frames of one episode, for the episodes that are used. Its name is a hash of the
+    frames' origin (the video's bytes, the frames' times) and size: a changed video or another resize never reads
+    wrong frames, and a copy of the data set reads the same ones. It is written under another name and renamed
+    when whole, so a killed build leaves nothing that could be used; a lock makes other processes wait and share.
     """
     if not cameras or mode == "off":
         return cameras
     folder = _ram_folder() if mode == "ram" else default_cache_dir(cache_dir)
+    result: dict[str, Any] = {}
     jobs: list[tuple[Path, Any, int, int]] = []
-    result = {}
     for key, source in cameras.items():
         names = [_hash(f"{CACHE_FORMAT} {_span_key(source, *span)}".encode()) for span in spans]
         files = [folder / f"{name}.frames" for name in names]
         result[key] = CachedFrames(source.shape, len(source), spans, files)
-        jobs += [
-            (f, source, start, stop)
-            for f, (start, stop) in zip(files, spans)
-            if not _whole(f, source, start, stop)
-        ]
+        jobs += [(f, source, *span) for f, span in zip(files, spans) if not _whole(f, source, *span)]
     need = sum((stop - start) * 3 * math.prod(source.shape) for _, source, start, stop in jobs)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if mode == "auto" and need > min(free / 2, AUTO_CACHE_GB * 1e9):
-            notes.append(f"warning: frames are decoded on demand: the cache would need {_size(need)} and {folder} has {_size(free)} free; --dataset.cache disk forces it, --dataset.image-size makes it smaller.")  # fmt: skip
+            notes.append(
+                f"warning: frames are decoded on demand, since their cache needs {_size(need)} and {folder} has "
+                f"{_size(free)} free; --dataset.cache disk forces it, --dataset.image-size makes it smaller."
+            )
             return cameras
         if need > free:
-            raise DatasetError(f"--dataset.cache {mode} needs {_size(need)} in {folder}, which has {_size(free)} free; use --dataset.cache-dir on another disk, a smaller --dataset.image-size, or --dataset.cache off.")  # fmt: skip
+            raise DatasetError(
+                f"--dataset.cache {mode} needs {_size(need)} in {folder}, which has {_size(free)} free; use "
+                "another --dataset.cache-dir, a smaller --dataset.image-size, or --dataset.cache off."
+            )
         _build(jobs)
     except OSError as error:
         if mode != "auto":
-            raise DatasetError(f"--dataset.cache {mode} cannot write to {folder} ({error.strerror}); use --dataset.cache-dir, or --dataset.cache off.") from error  # fmt: skip
+            raise DatasetError(
+                f"--dataset.cache {mode} cannot write to {folder} ({error.strerror}); use another "
+                "--dataset.cache-dir, or --dataset.cache off."
+            ) from error
         notes.append(f"warning: frames are decoded on demand: {folder} cannot be written ({error.strerror}).")
         return cameras
-    notes.append(
-        f"frame cache: {folder}, {len(spans) * len(cameras) - len(jobs)} of {len(spans) * len(cameras)} files were there"
-    )
+    total = len(spans) * len(cameras)
+    notes.append(f"frame cache: {folder}, {total - len(jobs)} of {total} files were there")
     return result
 
 
 def default_cache_dir(cache_dir: str | None = None) -> Path:
+    """Of --dataset.cache-dir."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "act-frames"
 
 
 def _ram_folder() -> Path:
-    """/dev/shm/act-frames-USER, removed at exit by the last run that uses it (a lock says who does)."""
-    import atexit
-
+    """/dev/shm/act-frames-USER, removed at exit by the last process that uses it (a lock tells)."""
     folder = Path("/dev/shm") / f"act-frames-{os.getuid()}"
     try:
         folder.mkdir(exist_ok=True)
@@ -905,70 +861,63 @@ def _ram_folder() -> Path:
         fcntl.flock(users, fcntl.LOCK_SH)
     except OSError as error:
         raise DatasetError(
-            f"--dataset.cache ram cannot write to {folder} ({error.strerror}); use --dataset.cache disk."
+            f"--dataset.cache ram cannot write to {folder} ({error.strerror}); use disk."
         ) from error
     owner = os.getpid()
 
     def leave() -> None:
-        if os.getpid() == owner:
-            try:
+        with suppress(OSError):
+            if os.getpid() == owner:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            except OSError:
-                pass
+                shutil.rmtree(folder)
 
     atexit.register(leave)
     return folder
 
 
 def _whole(path: Path, source: Any, start: int, stop: int) -> bool:
-    try:
+    with suppress(OSError):
         if path.stat().st_size == (stop - start) * 3 * math.prod(source.shape):
             return True
-        path.unlink()  # cut short by something else than us: a publication is always whole
-    except OSError:
-        pass
+        path.unlink()  # cut by something else: what is published is whole
     return False
 
 
 def _build(jobs: list[tuple[Path, Any, int, int]]) -> None:
-    """Decode the episodes of all jobs, several at a time where the source allows it, with a progress bar."""
+    """Decode the episodes of all jobs, several at a time where the sources allow it, with a progress bar."""
     if not jobs:
         return
     progress = _Progress("frame cache", sum(stop - start for _, _, start, stop in jobs))
-    stop_all = threading.Event()
+    give_up = threading.Event()
 
     def build(job: tuple[Path, Any, int, int], wait: bool) -> bool:
         path, source, start, stop = job
 
-        def write(file) -> None:
+        def write(file: BinaryIO) -> None:
             for frame in _in_order(source, start, stop):
-                if stop_all.is_set():
-                    raise InterruptedError("stopped")
+                if give_up.is_set():
+                    raise InterruptedError
                 file.write(np.ascontiguousarray(frame.transpose(2, 0, 1)).data)
                 progress.add(1)
 
         return _build_once(path, write, wait)
 
-    threads = (
-        len(os.sched_getaffinity(0)) if all(getattr(job[1], "thread_safe", False) for job in jobs) else 1
-    )
-    pool = ThreadPoolExecutor(threads)
+    safe = all(getattr(source, "thread_safe", False) for _, source, _, _ in jobs)
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)) if safe else 1)
     try:
-        later = []
         for wait in (False, True):  # first what nobody else is building, then what another process has begun
-            done = list(pool.map(lambda job, wait=wait: build(job, wait), later if wait else jobs))
-            later = [job for job, fine in zip(jobs, done) if not fine]
+            done = list(pool.map(build, jobs, [wait] * len(jobs)))
+            jobs = [job for job, mine in zip(jobs, done) if not mine]
     finally:
-        stop_all.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        give_up.set()
+        pool.shutdown(cancel_futures=True)
         progress.close()
 
 
-def _build_once(path: Path, write: Callable, wait: bool = True) -> bool:
-    """Create a file whole or not at all, by one process of those that try. False: another is at it (wait=False).
+def _build_once(path: Path, write: Callable[[BinaryIO], None], wait: bool = True) -> bool:
+    """Make a file whole or not at all, by one of the processes that try. False: another is at it (wait=False).
 
-    The lock is the kernel's, on the unfinished file, so it ends with the process that held it.
+    The lock is the kernel's and on the unfinished file, so that it ends with the process that held it.
     """
     unfinished = path.with_suffix(".building")
     while not path.exists():
@@ -978,9 +927,9 @@ def _build_once(path: Path, write: Callable, wait: bool = True) -> bool:
             except BlockingIOError:
                 return False
             mine = unfinished.exists() and os.fstat(file.fileno()).st_ino == unfinished.stat().st_ino
+            if path.exists() and mine:
+                unfinished.unlink()
             if path.exists() or not mine:
-                if mine:
-                    unfinished.unlink()
                 continue
             try:
                 file.truncate(0)  # what a killed build left
@@ -1005,33 +954,27 @@ class _Progress:
     def add(self, frames: int) -> None:
         with self.lock:
             self.done += frames
-            now = time.monotonic()
-            if now - self.shown >= (0.2 if self.terminal else 10.0):
-                self.shown = now
+            if time.monotonic() - self.shown >= (0.2 if self.terminal else 10.0):
                 self._print()
 
     def _print(self) -> None:
-        took = time.monotonic() - self.start
-        rate = self.done / max(took, 1e-9)
+        self.shown = time.monotonic()
+        rate = self.done / max(self.shown - self.start, 1e-9)
         left = time.strftime("%H:%M:%S", time.gmtime((self.total - self.done) / max(rate, 1e-9)))
-        line = f"{self.what}: {self.done}/{self.total} frames ({self.done / self.total:.0%}), {rate:.0f}/s, {left} to go"
-        print(
-            f"\r{line}\x1b[K" if self.terminal else line,
-            end="" if self.terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"{self.what}: {self.done}/{self.total} frames, {rate:.0f}/s, {left} to go"
+        start, end = ("\r", "\x1b[K") if self.terminal else ("", "\n")
+        print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.done and (self.terminal or time.monotonic() - self.start > 1):
             self._print()
-            if self.terminal:
-                print(file=sys.stderr)
+        if self.terminal:
+            print(file=sys.stderr)
 
 
 # ---- where a data set is -----------------------------------------------------------------------------------
 def resolve_root(cfg: DatasetConfig) -> Path:
-    """The data set's directory. The network is used only where nothing local is found, a repo id is given and
+    """The data set's directory. The network is used only if nothing local is found for a repo id, and
     HF_HUB_OFFLINE is not set."""
     if cfg.repo_id is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", cfg.repo_id):
         raise DatasetError(f"--dataset.repo-id={cfg.repo_id} is not of the form USER/NAME.")
@@ -1045,39 +988,40 @@ def resolve_root(cfg: DatasetConfig) -> Path:
     for place in places:
         if (place / "meta" / "info.json").is_file():
             return place
-    looked = ", ".join(str(place) for place in places)
     if cfg.repo_id is None:
-        raise DatasetError(f"--dataset.root={cfg.root} holds no LeRobot data set (no meta/info.json); give the directory that has meta/, data/ and videos/.")  # fmt: skip
+        raise DatasetError(
+            f"--dataset.root={cfg.root} holds no LeRobot data set (no meta/info.json); give the directory that "
+            "has meta/, data/ and videos/."
+        )
+    sentence = f"--dataset.repo-id={cfg.repo_id} is in none of {', '.join(str(place) for place in places)}"
+    way = "copy it there, or use --dataset.root."
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise DatasetError(f"--dataset.repo-id={cfg.repo_id} is in none of {looked}, and HF_HUB_OFFLINE forbids the download; copy it there, or use --dataset.root.")  # fmt: skip
+        raise DatasetError(f"{sentence}, and HF_HUB_OFFLINE forbids the download; {way}")
     hub = _import("huggingface_hub", "downloads from the hub")
     try:
         return Path(hub.snapshot_download(cfg.repo_id, repo_type="dataset", local_dir=cfg.root))
     except Exception as error:
-        raise DatasetError(f"--dataset.repo-id={cfg.repo_id} is in none of {looked}, and the download failed ({_first_line(error)}); copy it there, or use --dataset.root.") from error  # fmt: skip
+        raise DatasetError(f"{sentence}, and the download failed ({_first_line(error)}); {way}") from error
 
 
 def _local_places(repo_id: str) -> list[Path]:
-    """Where LeRobot and the hub keep a data set: as a directory of its name, or as the newest snapshot of a cache."""
+    """Where LeRobot and the hub keep a data set: a directory of its name, or the newest snapshot of a cache."""
     env = os.environ
-    hf_home = Path(
-        env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    ).expanduser()
-    lerobot = [Path(env["HF_LEROBOT_HOME"]).expanduser()] if env.get("HF_LEROBOT_HOME") else []
-    lerobot.append(hf_home / "lerobot")
-    hubs = [env[name] for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") if env.get(name)]
-    places = [home / repo_id for home in lerobot]
-    for hub in (*(home / "hub" for home in lerobot), *(Path(h).expanduser() for h in hubs), hf_home / "hub"):
-        folder = hub / f"datasets--{repo_id.replace('/', '--')}"
+    hf_home = Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    homes = [Path(home).expanduser() for home in (env.get("HF_LEROBOT_HOME"), hf_home / "lerobot") if home]
+    hubs = [home / "hub" for home in homes]
+    hubs += [Path(env[name]) for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") if env.get(name)]
+    places = [home / repo_id for home in homes]
+    for hub in (*hubs, hf_home / "hub"):
+        folder = hub.expanduser() / f"datasets--{repo_id.replace('/', '--')}"
         snapshots = sorted(folder.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
         main = folder / "refs" / "main"
-        if main.is_file():
-            snapshots.insert(0, folder / "snapshots" / main.read_text().strip())
+        places += [folder / "snapshots" / main.read_text().strip()] if main.is_file() else []
         places += snapshots or [folder]
     return list(dict.fromkeys(places))
 
 
-# ---- metadata ----------------------------------------------------------------------------------------------
+# ---- findings: what is wrong with a data set ---------------------------------------------------------------
 class _Findings:
     """Collects what is wrong. Strict (opening a set to train): a problem is raised as it is found."""
 
@@ -1094,10 +1038,7 @@ class _Findings:
 
     def doubt(self, text: str) -> None:
         """Wrong, but training can go on."""
-        if self.strict:
-            self.warn(text)
-        else:
-            self.problems.append(text)
+        (self.warn if self.strict else self.problem)(text)
 
     def warn(self, text: str) -> None:
         self.warnings.append(f"warning: {text}")
@@ -1121,22 +1062,23 @@ def _told(path: Path, what: str = "") -> Iterator[None]:
     except FileNotFoundError as error:
         raise DatasetError(f"{path} is missing; copy the data set again, or download it.") from error
     except Exception as error:
-        at = f"{what} in {path}" if what else str(path)
-        raise DatasetError(f"{at} cannot be read ({type(error).__name__}: {_first_line(error)}); the file is damaged or of another kind.") from error  # fmt: skip
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        at = f"{what} in {path}" if what else path
+        raise DatasetError(
+            f"{at} cannot be read ({reason}); the file is damaged or of another kind."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
 
 
-def _import(name: str, what: str):
+def _import(name: str, what: str) -> Any:
     try:
-        module = __import__(name)
-        if name == "pyarrow":
-            import pyarrow.parquet  # noqa: F401
-        return module
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{what} need {name} ({_first_line(error)}): pip install {name}") from error
+        package = name.partition(".")[0]
+        raise ImportError(f"{what} need {package} ({_first_line(error)}): pip install {package}") from error
 
 
 def _size(count: float) -> str:
@@ -1147,79 +1089,86 @@ def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+# ---- metadata ----------------------------------------------------------------------------------------------
 @dataclass
 class _Episode:
     length: int
-    first: int  # row of its first frame in the whole data set
+    first: int  # its first frame's row in the whole data set
     file: Path
-    videos: dict[str, tuple[Path, float, float | None]]  # file, from and to (s)
+    videos: dict[str, tuple[Path, float, float]]  # file, from and to (s)
 
 
 @dataclass
 class _Metadata:
     root: Path
-    version: str
     fps: float
     features: dict[str, dict]
     episodes: list[_Episode]
+    num_tasks: int | None  # None: they cannot be read, and training does not need them
     stats: dict[str, dict[str, np.ndarray]]  # of the whole set; empty where it has none
-    episode_stats: Callable[
-        [list[int], str], list[dict[str, np.ndarray]]
-    ]  # of some episodes, for one feature
+    episode_stats: Callable[[str], list[dict[str, np.ndarray]]]  # of one feature, by episode
+
+    @property
+    def info(self) -> Path:
+        return self.root / "meta" / "info.json"
 
     def cameras(self) -> list[str]:
-        return [key for key, f in self.features.items() if f["dtype"] in ("video", "image")]
+        return [key for key, feature in self.features.items() if feature["dtype"] in ("video", "image")]
 
 
 def _read_metadata(root: Path, findings: _Findings) -> _Metadata:
-    """meta/: features, episodes and statistics of any supported version, in one form, checked against each other."""
+    """meta/ of any supported version in one form, checked against itself."""
     path = root / "meta" / "info.json"
     with _told(path):
         info = _read_json(path)
         version = str(info["codebase_version"])
         if not re.fullmatch(r"v(3\.\d+|2\.[01])", version):
-            newer = re.match(r"v?([4-9]|\d\d)", version)
-            way = (
-                "update this program"
-                if newer
-                else "convert it with LeRobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME --root=DIR --push-to-hub=false (older than v2: its convert_dataset_v1_to_v2 first)"
-            )
+            way = "convert it with LeRobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME"
+            way = f"{way} --root={root} --push-to-hub=false (v1 first with its convert_dataset_v1_to_v2)"
+            way = "a newer version of this program is needed" if re.match(r"v([4-9]|\d\d)", version) else way
             raise DatasetError(
-                f"{path}: codebase_version is {version}, and v3.0, v2.1 and v2.0 can be read; {way}."
+                f"{path}: codebase_version is {version}; v3.0, v2.1 and v2.0 can be read, so {way}."
             )
-        fps = float(info["fps"])
+        fps, features = float(info["fps"]), info["features"]
         if not 0 < fps < 1e6:
             raise DatasetError(f"{path}: fps is {info['fps']}; it must be a positive number.")
-        features = info["features"]
         for key, feature in features.items():
             shape = feature["shape"] = [int(n) for n in feature["shape"]]
             if not isinstance(feature["dtype"], str) or any(not 0 < n < 1e8 for n in shape):
                 raise DatasetError(f"{path}: feature {key} has dtype {feature['dtype']} and shape {shape}.")
-        missing = [
-            key for key in ("episode_index", "frame_index", "timestamp", "index") if key not in features
-        ]
-        if missing:
-            raise DatasetError(f"{path}: feature {missing[0]} is missing, which every LeRobot data set has.")
-    videos = [key for key, f in features.items() if f["dtype"] == "video"]
+        for key in INDEX_COLUMNS[:4]:
+            if key not in features:
+                raise DatasetError(f"{path}: feature {key} is missing, which every LeRobot data set has.")
     read = _read_episodes_v3 if version.startswith("v3") else _read_episodes_v2
-    episodes, episode_stats = read(root, info, videos, findings)
+    episodes, episode_stats = read(
+        root, info, [k for k, f in features.items() if f["dtype"] == "video"], findings
+    )
     if not episodes:
         raise DatasetError(f"{root}: the data set has no episode.")
-    total = sum(episode.length for episode in episodes)
-    for name, found in (("total_episodes", len(episodes)), ("total_frames", total)):
-        if info.get(name) is not None and info[name] != found:
-            findings.problem(f"{path}: {name} is {info[name]}, but the episodes' metadata has {found}.")
-    stats_path = root / "meta" / "stats.json"
+    frames = sum(episode.length for episode in episodes)
+    for name, found in (("total_episodes", len(episodes)), ("total_frames", frames)):
+        if info.get(name, found) != found:
+            findings.problem(f"{path}: {name} is {info[name]}, but the metadata of the episodes has {found}.")
     stats: dict[str, dict[str, np.ndarray]] = {}
-    if stats_path.exists():
-        with findings.reading(stats_path):
-            stats = {
-                key: {name: np.asarray(value, np.float64) for name, value in entry.items()}
-                for key, entry in _read_json(stats_path).items()
-            }
-    elif version != "v2.1":  # which keeps them by episode only
-        findings.doubt(f"{stats_path} is missing; the statistics are computed from the data.")
-    return _Metadata(root, version, fps, features, episodes, stats, episode_stats)
+    if (root / "meta" / "stats.json").exists():
+        with findings.reading(root / "meta" / "stats.json"):
+            for key, entry in _read_json(root / "meta" / "stats.json").items():
+                stats[key] = {name: np.asarray(value, np.float64) for name, value in entry.items()}
+    elif version != "v2.1":  # which has them by episode only
+        findings.doubt(f"{root / 'meta/stats.json'} is missing; the statistics are computed from the data.")
+    tasks = root / "meta" / ("tasks.parquet" if version.startswith("v3") else "tasks.jsonl")
+    num_tasks = None
+    try:
+        with _told(tasks):
+            num_tasks = len(_parquet(tasks).read()) if version.startswith("v3") else len(_read_lines(tasks))
+    except DatasetError as error:
+        findings.doubt(str(error))
+    return _Metadata(root, fps, features, episodes, num_tasks, stats, episode_stats)
 
 
 def _read_json(path: Path) -> dict:
@@ -1229,8 +1178,18 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _inside(root: Path, relative: str) -> Path:
+def _read_lines(path: Path) -> list[dict]:
+    with _told(path):
+        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def _parquet(path: Path) -> Any:
+    return _import("pyarrow.parquet", "data sets on disk").ParquetFile(path, page_checksum_verification=True)
+
+
+def _inside(root: Path, template: str, **values: Any) -> Path:
     """A path from the metadata, which may not leave the data set."""
+    relative = template.format(**values)
     parts = PurePosixPath(relative)
     if parts.is_absolute() or ".." in parts.parts or "\0" in relative or len(relative) > 1000:
         raise DatasetError(
@@ -1239,337 +1198,328 @@ def _inside(root: Path, relative: str) -> Path:
     return root / parts
 
 
+def _check_order(path: Path, rows: list[dict], findings: _Findings) -> list[dict]:
+    """Rows of the episodes' metadata, sorted; their numbers must be 0, 1, 2 ... and their lengths positive."""
+    with _told(path):
+        rows = sorted(rows, key=lambda row: row["episode_index"])
+        for number, row in enumerate(rows):
+            if row["episode_index"] != number:
+                raise DatasetError(
+                    f"{path}: episode {number} is missing, or {row['episode_index']} is there twice."
+                )
+            if not isinstance(row["length"], int) or row["length"] < 1:
+                findings.problem(
+                    f"{path}: episode {number} has length {row['length']}; it needs 1 frame or more."
+                )
+    return rows
+
+
 def _read_episodes_v3(root: Path, info: dict, videos: list[str], findings: _Findings):
-    pa = _import("pyarrow", "data sets on disk")
     files = sorted((root / "meta" / "episodes").glob("*/*.parquet"))
     if not files:
-        raise DatasetError(f"{root / 'meta' / 'episodes'} has no parquet file; copy the data set again.")
+        raise DatasetError(f"{root / 'meta/episodes'} has no parquet file; copy the data set again.")
     rows: list[dict] = []
     for path in files:
         with _told(path):
-            parquet = pa.parquet.ParquetFile(path, page_checksum_verification=True)
-            names = [name for name in parquet.schema_arrow.names if not name.startswith("stats/")]
-            rows += [row | {"_file": path} for row in parquet.read(names).to_pylist()]
-    try:
-        rows.sort(key=lambda row: row["episode_index"])
-    except (KeyError, TypeError) as error:
-        raise DatasetError(f"{files[0]} has rows without an episode_index; the file is damaged.") from error
+            names = [name for name in _parquet(path).schema_arrow.names if not name.startswith("stats/")]
+            rows += [row | {"": path} for row in _parquet(path).read(names).to_pylist()]
     episodes: list[_Episode] = []
     first = 0
-    for number, row in enumerate(rows):
-        path = row["_file"]
+    for number, row in enumerate(_check_order(files[0], rows, findings)):
+        path, length = row[""], row["length"]
         with _told(path, f"episode {number}"):
-            if row["episode_index"] != number:
-                raise DatasetError(f"{path}: episode {number} is missing or episode {row['episode_index']} is there twice; copy the data set again.")  # fmt: skip
-            length, start, end = row["length"], row["dataset_from_index"], row["dataset_to_index"]
-            if not isinstance(length, int) or length < 1:
-                findings.problem(
-                    f"{path}: episode {number} has length {length}; an episode has at least 1 frame."
-                )
+            start, end = row["dataset_from_index"], row["dataset_to_index"]
             if (start, end) != (first, first + length):
-                findings.problem(f"{path}: episode {number} spans frames {start} to {end}, but with {length} frames after {first} it must span {first} to {first + length}.")  # fmt: skip
-            where = {name: int(row[f"data/{name}"]) for name in ("chunk_index", "file_index")}
-            data_file = _inside(root, info["data_path"].format(**where))
+                findings.problem(
+                    f"{path}: episode {number} spans frames {start} to {end}, but with {length} frames after "
+                    f"{first} others it must span {first} to {first + length}."
+                )
+            place = {name: int(row[f"data/{name}"]) for name in ("chunk_index", "file_index")}
             clips = {}
             for key in videos:
-                where = {name: int(row[f"videos/{key}/{name}"]) for name in ("chunk_index", "file_index")}
-                begin, to = (row.get(f"videos/{key}/{name}_timestamp") for name in ("from", "to"))
-                clips[key] = (
-                    _inside(root, info["video_path"].format(video_key=key, **where)),
-                    float(begin),
-                    to,
-                )
-            episodes.append(_Episode(length, first, data_file, clips))
+                at = {name: int(row[f"videos/{key}/{name}"]) for name in ("chunk_index", "file_index")}
+                begin, to = (float(row[f"videos/{key}/{name}_timestamp"]) for name in ("from", "to"))
+                clips[key] = (_inside(root, info["video_path"], video_key=key, **at), begin, to)
+            episodes.append(_Episode(length, first, _inside(root, info["data_path"], **place), clips))
             first += length
 
-    def episode_stats(ids: list[int], key: str) -> list[dict[str, np.ndarray]]:
+    def episode_stats(key: str) -> list[dict[str, np.ndarray]]:
         found: dict[int, dict] = {}
         for path in files:
             with _told(path):
-                parquet = pa.parquet.ParquetFile(path)
-                names = [n for n in parquet.schema_arrow.names if n.rpartition("/")[0] == f"stats/{key}"]
-                for row in parquet.read(["episode_index", *names]).to_pylist():
-                    found[row["episode_index"]] = {n.rpartition("/")[2]: np.asarray(row[n], np.float64) for n in names if row[n] is not None}  # fmt: skip
-        return [found.get(e, {}) for e in ids]
+                names = [
+                    n for n in _parquet(path).schema_arrow.names if n.rpartition("/")[0] == f"stats/{key}"
+                ]
+                for row in _parquet(path).read(["episode_index", *names]).to_pylist():
+                    values = {n.rpartition("/")[2]: row[n] for n in names if row[n] is not None}
+                    found[row["episode_index"]] = {n: np.asarray(v, np.float64) for n, v in values.items()}
+        return [found.get(e, {}) for e in range(len(episodes))]
 
     return episodes, episode_stats
 
 
 def _read_episodes_v2(root: Path, info: dict, videos: list[str], findings: _Findings):
-    def lines(path: Path) -> list[dict]:
-        with _told(path):
-            return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-
     path = root / "meta" / "episodes.jsonl"
-    rows = lines(path)
     episodes: list[_Episode] = []
     first = 0
-    with _told(path):
-        for number, row in enumerate(sorted(rows, key=lambda row: row["episode_index"])):
-            length = row["length"]
-            if row["episode_index"] != number:
-                raise DatasetError(f"{path}: episode {number} is missing or episode {row['episode_index']} is there twice; copy the data set again.")  # fmt: skip
-            if not isinstance(length, int) or length < 1:
-                findings.problem(
-                    f"{path}: episode {number} has length {length}; an episode has at least 1 frame."
-                )
-            where = {"episode_index": number, "episode_chunk": number // int(info.get("chunks_size", 1000))}
+    for number, row in enumerate(_check_order(path, _read_lines(path), findings)):
+        with _told(path, f"episode {number}"):
+            at = {"episode_index": number, "episode_chunk": number // int(info.get("chunks_size", 1000))}
+            end = row["length"] / float(info["fps"])
             clips = {
-                key: (_inside(root, info["video_path"].format(video_key=key, **where)), 0.0, None)
-                for key in videos
+                key: (_inside(root, info["video_path"], video_key=key, **at), 0.0, end) for key in videos
             }
-            episodes.append(_Episode(length, first, _inside(root, info["data_path"].format(**where)), clips))
-            first += length
+            episodes.append(_Episode(row["length"], first, _inside(root, info["data_path"], **at), clips))
+            first += row["length"]
 
-    def episode_stats(ids: list[int], key: str) -> list[dict[str, np.ndarray]]:
-        path = root / "meta" / "episodes_stats.jsonl"
-        if not path.exists():
-            return [{} for _ in ids]
-        found = {row["episode_index"]: row["stats"].get(key, {}) for row in lines(path)}
-        return [{name: np.asarray(v, np.float64) for name, v in found.get(e, {}).items()} for e in ids]
+    def episode_stats(key: str) -> list[dict[str, np.ndarray]]:
+        path = root / "meta" / "episodes_stats.jsonl"  # v2.0 has none
+        rows = _read_lines(path) if path.exists() else []
+        with _told(path):
+            found = {row["episode_index"]: row["stats"].get(key, {}) for row in rows}
+            values = [found.get(e, {}) for e in range(len(episodes))]
+            return [{name: np.asarray(v, np.float64) for name, v in entry.items()} for entry in values]
 
     return episodes, episode_stats
 
 
-# ---- rows: the columns of the chosen episodes --------------------------------------------------------------
+# ---- rows of the tables ------------------------------------------------------------------------------------
 @dataclass
 class _Rows:
+    """Rows of the episodes `ids`, in ascending order, and where each row's other columns are."""
+
     ids: list[int]
-    lengths: list[int]
-    columns: dict[str, np.ndarray] = field(default_factory=dict)
-    files: list[Path] = field(default_factory=list)
-    file_of_row: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    row_in_file: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    spans: list[tuple[int, int]]
+    columns: dict[str, np.ndarray]
+    files: list[Path]
+    file_of_row: np.ndarray
+    row_in_file: np.ndarray
 
 
 def _vector_keys(meta: _Metadata, cfg: DatasetConfig) -> dict[str, str]:
     """Column of the data set -> name in the batch, for action, state and environment state."""
-    vectors = [key for key, f in meta.features.items() if f["dtype"] not in ("video", "image", "string")]
-    have = [key for key in vectors if key not in INDEX_COLUMNS]
-    if cfg.action_key not in have:
-        raise DatasetError(
-            f"--dataset.action-key={cfg.action_key} is no column of {meta.root}; it has {', '.join(have) or 'none'}."
-        )
-    names = {cfg.action_key: ACTION}
-    if cfg.state_key in have:
-        names[cfg.state_key] = STATE
-    elif cfg.state_key != STATE:
-        raise DatasetError(
-            f"--dataset.state-key={cfg.state_key} is no column of {meta.root}; it has {', '.join(have)}."
-        )
-    if ENV_STATE in have and ENV_STATE not in names:
-        names[ENV_STATE] = ENV_STATE
-    for key in names:
-        shape = meta.features[key]["shape"]
-        if len(shape) > 1:
+    other = (*INDEX_COLUMNS, *meta.cameras())
+    have = [key for key, f in meta.features.items() if key not in other and f["dtype"] != "string"]
+    for flag, key in (("action-key", cfg.action_key), ("state-key", cfg.state_key)):
+        if (
+            key not in have and key != STATE
+        ):  # a set without a state can be trained on, one without an action not
             raise DatasetError(
-                f"{meta.root / 'meta/info.json'}: {key} has shape {shape}; state and action are vectors, so flatten it."
+                f"--dataset.{flag}={key} is no column of {meta.root}; it has {', '.join(have)}."
+            )
+    wanted = {ENV_STATE: ENV_STATE, cfg.state_key: STATE, cfg.action_key: ACTION}
+    names = {key: name for key, name in wanted.items() if key in have}
+    for key in names:
+        if len(meta.features[key]["shape"]) > 1:
+            raise DatasetError(
+                f"{meta.info}: {key} has shape {meta.features[key]['shape']}; a vector is needed."
             )
     return names
 
 
 def _read_rows(meta: _Metadata, ids: list[int], cfg: DatasetConfig, findings: _Findings) -> _Rows:
-    """Read and check the table rows of some episodes, in ascending order; images are left where they are."""
-    pa = _import("pyarrow", "data sets on disk")
+    """Read and check the table rows of some episodes; images are left where they are."""
     names = _vector_keys(meta, cfg) | {key: key for key in INDEX_COLUMNS if key in meta.features}
-    rows = _Rows(ids, [meta.episodes[e].length for e in ids])
     parts: dict[int, dict[str, np.ndarray]] = {}
-    for path in dict.fromkeys(meta.episodes[e].file for e in ids):
-        here = [e for e in ids if meta.episodes[e].file == path]
+    files = list(dict.fromkeys(meta.episodes[e].file for e in ids))
+    for number, path in enumerate(files):
         with findings.reading(path):
-            parquet = pa.parquet.ParquetFile(path, page_checksum_verification=True)
-            missing = [key for key in names if key not in parquet.schema_arrow.names]
-            if missing:
-                raise DatasetError(f"{path} has no column {missing[0]}, which meta/info.json names.")
+            parquet = _parquet(path)
+            for key in names:
+                if key not in parquet.schema_arrow.names:
+                    raise DatasetError(f"{path} has no column {key}, which meta/info.json names.")
             table = parquet.read(list(names))
             columns = {
-                name: _to_numpy(table.column(key), meta.features[key]["shape"], f"{path}: column {key}", pa)
+                name: _to_numpy(table.column(key), meta.features[key]["shape"], f"{path}: column {key}")
                 for key, name in names.items()
             }
-            for e in here:
+            for e in (e for e in ids if meta.episodes[e].file == path):
                 with findings.reading(path, f"episode {e}"):
-                    parts[e] = _episode_rows(meta, e, columns, findings) | {
-                        "_file": np.full(meta.episodes[e].length, len(rows.files), np.int32)
-                    }
-            rows.files.append(path)
-    if any(
-        e not in parts for e in ids
-    ):  # only when collecting problems: go on with the episodes that are whole
-        rows.ids = [e for e in ids if e in parts]
-        rows.lengths = [meta.episodes[e].length for e in rows.ids]
-        if not rows.ids:
-            raise DatasetError(f"{meta.root}: no episode can be read.")
-    joined = {key: np.concatenate([parts[e][key] for e in rows.ids]) for key in parts[rows.ids[0]]}
-    rows.file_of_row, rows.row_in_file = joined.pop("_file"), joined.pop("_row")
-    rows.columns = joined
-    return rows
+                    part = _episode_rows(meta, e, columns, findings)
+                    parts[e] = part | {"_file": np.full(meta.episodes[e].length, number, np.int32)}
+    ids = [e for e in ids if e in parts]  # all of them, unless problems are being collected
+    if not ids:
+        raise DatasetError(f"{meta.root}: no episode can be read.")
+    joined = {key: np.concatenate([parts[e][key] for e in ids]) for key in parts[ids[0]]}
+    ends = np.cumsum([meta.episodes[e].length for e in ids]).tolist()
+    spans = [(end - meta.episodes[e].length, end) for e, end in zip(ids, ends)]
+    return _Rows(ids, spans, joined, files, joined.pop("_file"), joined.pop("_row"))
 
 
-def _to_numpy(column, shape: list[int], where: str, pa) -> np.ndarray:
-    """A parquet column as (rows, width), or (rows,) for the index columns; lists of any nesting are flattened."""
+def _to_numpy(column: Any, shape: list[int], where: str) -> np.ndarray:
+    """A parquet column as (rows, width) if it has lists of any nesting, else as (rows,)."""
+    types = _import("pyarrow", "data sets on disk").types
     count, width = len(column), math.prod(shape)
-    values = column.combine_chunks()
-    if isinstance(values, pa.ChunkedArray):
-        values = (
-            pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], column.type.value_type)
-        )
-    nested = False
-    while (
-        pa.types.is_list(values.type)
-        or pa.types.is_large_list(values.type)
-        or pa.types.is_fixed_size_list(values.type)
-    ):
+    values, lists = column.combine_chunks(), 0
+    while hasattr(values, "flatten") and types.is_nested(values.type):
         if values.null_count:
-            raise DatasetError(f"{where} is empty in row {values.is_null().index(True).as_py()}.")
-        if not nested and len(shape) == 1:
-            fixed = pa.types.is_fixed_size_list(values.type)
+            break
+        if lists == 0 and len(shape) == 1:
+            fixed = types.is_fixed_size_list(values.type)
             sizes = np.full(count, values.type.list_size) if fixed else values.value_lengths().to_numpy()
-            if (sizes != width).any():
-                row = int(np.flatnonzero(sizes != width)[0])
+            for row in np.flatnonzero(sizes != width):
                 raise DatasetError(
                     f"{where} has {sizes[row]} values in row {row}, but meta/info.json says {width}."
                 )
-        nested, values = True, values.flatten()
+        values, lists = values.flatten(), lists + 1
     if values.null_count:
-        row = int(values.is_null().index(True).as_py()) // max(1, width)
-        raise DatasetError(f"{where} is empty in row {row}.")
+        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise DatasetError(f"{where} is empty in row {row * count // max(1, len(values))}.")
     array = values.to_numpy(zero_copy_only=False)
-    if len(array) != count * width:
+    if len(array) != count * width or array.dtype.kind not in "fiub":
         raise DatasetError(
-            f"{where} has {len(array)} values in {count} rows, but meta/info.json says {width} a row."
+            f"{where} has {len(array)} {array.dtype} in {count} rows, but meta/info.json says {width} numbers a row."
         )
-    return array.reshape(count, width) if nested or width > 1 else array
+    return array.reshape(count, width) if lists or width > 1 else array
 
 
 def _episode_rows(
     meta: _Metadata, e: int, columns: dict[str, np.ndarray], findings: _Findings
 ) -> dict[str, np.ndarray]:
     """One episode's rows of a file's columns, checked."""
-    episode = meta.episodes[e]
-    path, length = episode.file, episode.length
+    path, length = meta.episodes[e].file, meta.episodes[e].length
     inside = columns["episode_index"].reshape(-1)
     places = np.flatnonzero(inside == e)
     if len(places) != length:
-        has = f"it has {len(places)}" if len(places) else f"it holds episodes {_ranges(np.unique(inside))}"
-        raise DatasetError(
-            f"{path}: the metadata says that {length} rows of episode {e} are here, but {has}."
+        has = (
+            f"{len(places)} of it"
+            if len(places)
+            else f"episodes {inside.min()} to {inside.max()}"
+            if len(inside)
+            else "none"
         )
-    part: dict[str, np.ndarray] = {"_row": places}
+        raise DatasetError(
+            f"{path}: the metadata says that episode {e} has {length} rows here, but there are {has}."
+        )
+    part: dict[str, np.ndarray] = {"_row": places, "task_index": np.zeros(length, np.int64)}
     for name, values in columns.items():
-        values = values[places]
         if name in INDEX_COLUMNS:
-            part[name] = values.reshape(-1).astype(np.float32 if name == "timestamp" else np.int64)
-            if name == "timestamp":
-                part["_exact"] = values.reshape(-1).astype(np.float64)
-        else:
-            part[name] = values.reshape(length, -1).astype(np.float32)
-            bad = np.argwhere(~np.isfinite(part[name]))
-            if len(bad):
-                row, joint = bad[0]
-                findings.problem(f"{path}: {name} of episode {e}, frame {row}, joint {joint} is {part[name][row, joint]} ({len(bad)} such values in the episode); repair or leave out the episode.")  # fmt: skip
-    part.setdefault("task_index", np.zeros(length, np.int64))
-    for name, wanted in (("frame_index", np.arange(length)), ("index", episode.first + np.arange(length))):
+            part[name] = values.reshape(-1)[places].astype(np.float32 if name == "timestamp" else np.int64)
+            continue
+        part[name] = values[places].reshape(length, -1).astype(np.float32)
+        bad = np.argwhere(~np.isfinite(part[name]))
+        if len(bad):
+            frame, joint = bad[0]
+            findings.problem(
+                f"{path}: {name} of episode {e}, frame {frame} (row {places[frame]}), joint {joint} is "
+                f"{part[name][frame, joint]}, one of {len(bad)} such values; repair or leave out the episode."
+            )
+    for name, wanted in (
+        ("frame_index", np.arange(length)),
+        ("index", meta.episodes[e].first + np.arange(length)),
+    ):
         wrong = np.flatnonzero(part[name] != wanted)
         if len(wrong):
+            found, right = part[name][wrong[0]], wanted[wrong[0]]
             findings.problem(
-                f"{path}: {name} of episode {e} is {part[name][wrong[0]]} in its row {wrong[0]}, not {wanted[wrong[0]]}."
+                f"{path}: {name} of episode {e} is {found} in row {places[wrong[0]]}, not {right}."
             )
-    stamps = part.pop("_exact")
-    off = np.abs(stamps - np.arange(length) / meta.fps)
-    worst = int(np.argmax(np.where(np.isfinite(off), off, np.inf)))
-    if not off[worst] <= 0.5 / meta.fps:
-        findings.problem(f"{path}: timestamp of episode {e}, frame {worst} is {stamps[worst]:.4f} s, but at {meta.fps:g} fps it is {worst / meta.fps:.4f} s; correct fps or the timestamps.")  # fmt: skip
+    grid = np.arange(length) / meta.fps
+    off = np.nan_to_num(np.abs(part["timestamp"] - grid), nan=np.inf)
+    frame = int(off.argmax())
+    if off[frame] > 0.01 / meta.fps:
+        say = findings.problem if off[frame] > 0.5 / meta.fps else findings.doubt
+        say(
+            f"{path}: timestamp of episode {e}, frame {frame} (row {places[frame]}) is "
+            f"{part['timestamp'][frame]:.4f} s, but at {meta.fps:g} fps it is {grid[frame]:.4f} s."
+        )
+    if (
+        meta.num_tasks is not None
+        and not 0 <= part["task_index"].min() <= part["task_index"].max() < meta.num_tasks
+    ):
+        findings.doubt(f"{path}: a task_index of episode {e} is not among the {meta.num_tasks} tasks.")
     return part
 
 
-def _ranges(numbers: np.ndarray) -> str:
-    return f"{numbers.min()} to {numbers.max()}" if len(numbers) else "none"
-
-
 # ---- cameras of a data set on disk -------------------------------------------------------------------------
-def _known_cameras(cfg: DatasetConfig, have: list[str]) -> list[str]:
-    if cfg.image_keys is None:
-        return have
-    unknown = [key for key in cfg.image_keys if key not in have]
-    if unknown:
-        raise DatasetError(
-            f"--dataset.image-keys names {unknown[0]}, but the cameras are {', '.join(have) or 'none'}."
-        )
-    return [key for key in have if key in cfg.image_keys]
+def _chosen_cameras(cfg: DatasetConfig, have: list[str]) -> list[str]:
+    for key in cfg.image_keys or ():
+        if key not in have:
+            raise DatasetError(
+                f"--dataset.image-keys names {key}; the cameras are {', '.join(have) or 'none'}."
+            )
+    return [key for key in have if cfg.image_keys is None or key in cfg.image_keys]
 
 
-def _image_shape(key: str, feature: dict, where: Path) -> tuple[int, int, int]:
-    """(channels, H, W); LeRobot stores H, W, C with names, older sets also C, H, W."""
-    shape, names = feature["shape"], feature.get("names")
-    info = feature.get("info") or {}
-    if info.get("is_depth_map") or info.get("video.is_depth_map"):
+def _image_shape(key: str, feature: dict, info: Path) -> tuple[int, int, int]:
+    """(channels, H, W). LeRobot stores H, W, C and names them; older sets also C, H, W."""
+    shape, names, more = feature["shape"], feature.get("names"), feature.get("info") or {}
+    if more.get("is_depth_map") or more.get("video.is_depth_map"):
         raise DatasetError(
-            f"{where}: {key} is a depth camera, which ACT's backbone cannot take; leave it out with --dataset.image-keys."
+            f"{info}: {key} is a depth camera, which ACT cannot take; leave it out with --dataset.image-keys."
         )
-    if len(shape) == 2:
-        shape = [*shape, 1]
-    if len(shape) != 3:
-        raise DatasetError(f"{where}: camera {key} has shape {shape}; it must be height, width, channels.")
-    names = [str(name) for name in names] if isinstance(names, list) else []
-    place = next(
-        (i for i, name in enumerate(names[:3]) if name.startswith("channel")), 2 if shape[2] in (1, 3) else 0
-    )
-    channels = shape[place]
-    height, width = (n for i, n in enumerate(shape) if i != place)
-    if channels not in (1, 3):
+    shape = [*shape, 1] if len(shape) == 2 else shape
+    names = [str(name) for name in names[:3]] if isinstance(names, list) else []
+    last = 2 if shape[-1] in (1, 3, 4) else 0
+    place = next((i for i, name in enumerate(names) if name.startswith("channel")), last)
+    height_width = [n for i, n in enumerate(shape) if i != place]
+    if len(shape) != 3 or shape[place] not in (1, 3):
         raise DatasetError(
-            f"{where}: camera {key} has {channels} channels; 3 or 1 can be used, so leave it out with --dataset.image-keys."
+            f"{info}: camera {key} has shape {shape}; height, width and 3 or 1 channels are needed."
         )
-    return channels, height, width
+    return shape[place], height_width[0], height_width[1]
 
 
 def _open_cameras(
     meta: _Metadata, rows: _Rows, cfg: DatasetConfig, findings: _Findings
 ) -> tuple[dict[str, Any], set[str]]:
-    """(a frame source for each camera, those with one channel): every row's frame known, one of each decoded."""
-    where = meta.root / "meta" / "info.json"
+    """(frame sources, those with one channel): every row's frame is known, and one of each camera was decoded."""
     cameras: dict[str, Any] = {}
     gray: set[str] = set()
     if not cfg.tolerance_s > 0:
         raise DatasetError(
             f"--dataset.tolerance-s={cfg.tolerance_s} is no length of time; use seconds above 0."
         )
-    for key in _known_cameras(cfg, meta.cameras()):
-        with findings.reading(where):
-            channels, *shape = _image_shape(key, meta.features[key], where)
+    for key in _chosen_cameras(cfg, meta.cameras()):
+        with findings.reading(meta.info, f"camera {key}"):
+            channels, *size = _image_shape(key, meta.features[key], meta.info)
             opened = _open_videos if meta.features[key]["dtype"] == "video" else _open_images
-            source = opened(meta, rows, key, tuple(shape), cfg, findings)
-            source.get(0)
-            cameras[key] = source
+            source = opened(meta, rows, key, (size[0], size[1]), cfg, findings)
+            if (source.file_of_row >= 0).any():
+                source.get(int(np.argmax(source.file_of_row >= 0)))
+                cameras[key] = source
             if channels == 1:
                 gray.add(key)
                 findings.warn(f"camera {key} has one channel; it is repeated three times.")
     return cameras, gray
 
 
-def _open_videos(meta, rows: _Rows, key: str, shape, cfg: DatasetConfig, findings: _Findings) -> VideoFrames:
+def _open_videos(
+    meta: _Metadata, rows: _Rows, key: str, shape: tuple[int, int], cfg: DatasetConfig, findings: _Findings
+) -> VideoFrames:
     files: list[Path] = []
     scans: list[_Scan] = []
-    file_of_row, pts_of_row = np.zeros(sum(rows.lengths), np.int32), np.zeros(sum(rows.lengths), np.int64)
-    used: dict[Path, list[tuple[int, np.ndarray]]] = {}
-    ends = np.cumsum(rows.lengths)
-    for e, end, length in zip(rows.ids, ends, rows.lengths):
-        path, begin, _ = meta.episodes[e].videos[key]
-        span = slice(end - length, end)
+    file_of_row, pts_of_row = np.full(rows.spans[-1][1], -1, np.int32), np.zeros(rows.spans[-1][1], np.int64)
+    used: dict[Path, list[tuple[int, int, int]]] = {}
+    for e, span in zip(rows.ids, rows.spans):
+        path, begin, to = meta.episodes[e].videos[key]
         with findings.reading(path):
-            if path not in files:
+            if path not in used:
                 scans.append(_scan_video(path, default_cache_dir(cfg.cache_dir)))
                 files.append(path)
-            number = files.index(path)
-            found = _match_frames(scans[number], begin + rows.columns["timestamp"][span].astype(np.float64), meta.fps, cfg.tolerance_s, f"episode {e} of camera {key}", path)  # fmt: skip
-            for other, theirs in used.setdefault(path, []):
-                if found[0] <= theirs[-1] and theirs[0] <= found[-1]:
-                    raise DatasetError(f"{path}: episodes {other} and {e} both use its frame {max(found[0], theirs[0])}; the metadata points to the wrong file or time.")  # fmt: skip
-            used[path].append((e, found))
-            file_of_row[span], pts_of_row[span] = number, scans[number].pts[found]
-    return VideoFrames(
-        shape, files, [s.digest for s in scans], [s.keyframes for s in scans], file_of_row, pts_of_row
-    )
+                used[path] = []
+                count = sum(ep.length for ep in meta.episodes if ep.videos[key][0] == path)
+                if count != len(scans[-1].pts):
+                    findings.doubt(f"{path} has {len(scans[-1].pts)} frames, but its episodes have {count}.")
+            scan = scans[files.index(path)]
+            what = f"episode {e} of camera {key}"
+            wanted = begin + rows.columns["timestamp"][slice(*span)].astype(np.float64)
+            found = _match_frames(scan, wanted, meta.fps, cfg.tolerance_s, what, path)
+            for other, start, stop in used[path]:
+                if found[0] <= stop and start <= found[-1]:
+                    both = max(int(found[0]), start)
+                    raise DatasetError(
+                        f"{path}: episodes {other} and {e} of camera {key} both use its frame {both}; the "
+                        "metadata points to the wrong file or time."
+                    )
+            used[path].append((e, int(found[0]), int(found[-1])))
+            file_of_row[slice(*span)], pts_of_row[slice(*span)] = files.index(path), scan.pts[found]
+            if abs(to - begin - meta.episodes[e].length / meta.fps) > 1.5 / meta.fps:
+                findings.doubt(
+                    f"{path}: {what} lasts from {begin:.3f} to {to:.3f} s in the metadata, not its length."
+                )
+    digests, keyframes = [scan.digest for scan in scans], [scan.keyframes for scan in scans]
+    return VideoFrames(shape, files, digests, keyframes, file_of_row, pts_of_row)
 
 
 @dataclass
@@ -1587,110 +1537,100 @@ def _scan_video(path: Path, cache_dir: Path) -> _Scan:
     memo = (
         cache_dir / "scans" / f"{_hash(f'{path.resolve()} {stat.st_size} {stat.st_mtime_ns}'.encode())}.npz"
     )
-    try:
-        with np.load(memo, allow_pickle=False) as kept:
-            return _Scan(str(kept["digest"]), kept["pts"], kept["keyframes"], float(kept["seconds"]))
-    except Exception:  # not there, or not ours: scan
-        pass
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    with suppress(Exception), np.load(memo, allow_pickle=False) as kept:  # not there, or broken: scan again
+        return _Scan(str(kept["digest"]), kept["pts"], kept["keyframes"], float(kept["seconds"]))
     with av.open(str(path)) as container:
-        if not container.streams.video:
-            raise DatasetError(f"{path} holds no video.")
-        stream = container.streams.video[0]
-        if stream.codec_context is None:
-            raise DatasetError(f"{path}: this build of PyAV has no decoder for its codec; pip install -U av.")
+        if not container.streams.video or container.streams.video[0].codec_context is None:
+            raise DatasetError(
+                f"{path} holds no video that this build of PyAV can decode; pip install -U av."
+            )
         packets = [
-            (packet.pts, packet.dts if packet.dts is not None else packet.pts, packet.is_keyframe)
-            for packet in container.demux(stream)
+            (packet.pts, packet.pts if packet.dts is None else packet.dts, packet.is_keyframe)
+            for packet in container.demux(container.streams.video[0])
             if packet.pts is not None and packet.size and not packet.is_discard
         ]
         table = np.array(sorted(packets), np.int64).reshape(-1, 3)
-        keyframes = table[table[:, 2] == 1][:, :2]
-        if not len(keyframes):
-            raise DatasetError(f"{path} holds no video frame.")
-        scan = _Scan(digest, table[:, 0], keyframes, float(stream.time_base))
-    try:
+        seconds = float(container.streams.video[0].time_base)
+    scan = _Scan(_file_hash(path), table[:, 0], table[table[:, 2] == 1][:, :2], seconds)
+    if not len(scan.keyframes):
+        raise DatasetError(f"{path} holds no video frame; the file is damaged.")
+    with suppress(OSError):  # a folder that cannot be written costs the next run a scan
         memo.parent.mkdir(parents=True, exist_ok=True)
         temporary = memo.with_name(f"{memo.stem}.{os.getpid()}.npz")
-        np.savez(temporary, digest=scan.digest, pts=scan.pts, keyframes=scan.keyframes, seconds=scan.seconds)
+        np.savez(temporary, **vars(scan))
         os.replace(temporary, memo)
-    except OSError:  # a folder that cannot be written costs the next run a scan
-        pass
     return scan
 
 
 def _match_frames(
     scan: _Scan, wanted: np.ndarray, fps: float, tolerance_s: float, what: str, path: Path
 ) -> np.ndarray:
-    """Number of the video frame for each wanted time (s): the nearest, and within the tolerance.
+    """Number of the video frame for each wanted time (s): the nearest, which must be within the tolerance.
 
-    An offset that all frames of an episode share, as from times summed in float32, is forgiven up to a tenth of a
-    frame, since it cannot choose another frame.
+    An offset that all frames of an episode share, as from times summed in float32, is forgiven up to a tenth of
+    a frame, where it cannot choose another frame.
     """
     times = scan.pts * scan.seconds
-    after = np.clip(np.searchsorted(times, wanted), 1, max(1, len(times) - 1))
-    nearest = np.minimum(after, len(times) - 1) - (
-        wanted - times[after - 1] < times[np.minimum(after, len(times) - 1)] - wanted
-    )
+    after = np.searchsorted(times, wanted).clip(0, len(times) - 1)
+    before = (after - 1).clip(0)
+    nearest = np.where(wanted - times[before] < times[after] - wanted, before, after)
     error = times[nearest] - wanted
     shift = float(np.median(error))
-    if abs(shift) > 0.1 / fps:
-        shift = 0.0
-    off = np.where(np.isfinite(error), np.abs(error - shift), np.inf)
+    off = np.nan_to_num(np.abs(error - (shift if abs(shift) < 0.1 / fps else 0)), nan=np.inf)
     if (off > tolerance_s).any():
-        k = int(np.flatnonzero(off > tolerance_s)[0])
-        raise DatasetError(f"{path}: {what} wants a frame at {wanted[k]:.4f} s for its frame {k}, and the nearest of {len(times)} is at {times[nearest[k]]:.4f} s, {off[k] * 1000:.1f} ms away; --dataset.tolerance-s allows {tolerance_s:g} s.")  # fmt: skip
+        k = int(np.argmax(off > tolerance_s))
+        raise DatasetError(
+            f"{path}: {what} wants a frame at {wanted[k]:.4f} s for its frame {k}, and the nearest of "
+            f"{len(times)} is at {times[nearest[k]]:.4f} s; --dataset.tolerance-s allows {tolerance_s:g} s."
+        )
     return nearest
 
 
 def _open_images(
-    meta, rows: _Rows, key: str, shape, cfg: DatasetConfig, findings: _Findings
+    meta: _Metadata, rows: _Rows, key: str, shape: tuple[int, int], cfg: DatasetConfig, findings: _Findings
 ) -> EncodedFrames:
-    """Put the encoded images of each parquet file side by side into a mapped file, once, and know where each lies."""
-    pa = _import("pyarrow", "data sets on disk")
+    """Copy the encoded images of each parquet file into a file that can be mapped, once; know where each lies."""
     folder = default_cache_dir(cfg.cache_dir)
     blobs: list[Path] = []
-    start, size = np.zeros(len(rows.file_of_row), np.int64), np.zeros(len(rows.file_of_row), np.int64)
+    file_of_row, start, size = (
+        np.full_like(rows.file_of_row, -1),
+        *np.zeros((2, len(rows.file_of_row)), np.int64),
+    )
     for number, path in enumerate(rows.files):
-        with findings.reading(path):
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-            blob = folder / f"{_hash(f'{CACHE_FORMAT} encoded {digest} {key}'.encode())}.images"
-            if not blob.exists():
-                try:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    _build_once(blob, lambda file, path=path: _write_images(file, path, key, meta.root, pa))
-                except OSError as error:
-                    if isinstance(error, InterruptedError):
-                        raise
-                    raise DatasetError(f"{folder} cannot be written ({error.strerror or error}); use --dataset.cache-dir for the images of {path}.") from error  # fmt: skip
-            content = _map_file(blob)
-            count = int(content[-8:].numpy().view(np.int64)[0])
-            offsets = content[len(content) - 8 * (count + 2) : -8].numpy().view(np.int64)
-            here = rows.file_of_row == number
+        blobs.append(folder / f"{_hash(f'{CACHE_FORMAT} encoded {_file_hash(path)} {key}'.encode())}.images")
+        with findings.reading(path, f"column {key}"):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _build_once(blobs[-1], partial(_write_images, path=path, key=key, root=meta.root))
+            except OSError as error:
+                raise DatasetError(
+                    f"{folder} cannot be written ({error}); use another --dataset.cache-dir."
+                ) from error
+            content = _map_file(blobs[-1])
+            table = (
+                content[-8 * (int(content[-8:].numpy().view(np.int64)[0]) + 2) : -8].numpy().view(np.int64)
+            )
+            here = np.flatnonzero(rows.file_of_row == number)
             places = rows.row_in_file[here]
-            start[here], size[here] = offsets[places], offsets[places + 1] - offsets[places]
-            blobs.append(blob)
-    empty = np.flatnonzero(size == 0)
-    if len(empty):
-        raise DatasetError(
-            f"{rows.files[rows.file_of_row[empty[0]]]}: {key} is empty in row {rows.row_in_file[empty[0]]}."
-        )
-    return EncodedFrames(shape, blobs, rows.file_of_row, start, size, rows.files)
+            start[here], size[here], file_of_row[here] = (
+                table[places],
+                table[places + 1] - table[places],
+                number,
+            )
+            for row in here[size[here] == 0]:
+                raise DatasetError(f"{path}: {key} has no image in row {rows.row_in_file[row]}.")
+    return EncodedFrames(shape, blobs, rows.files, file_of_row, start, size)
 
 
-def _write_images(file, path: Path, key: str, root: Path, pa) -> None:
-    """The images' bytes, padding to 8, then their offsets (rows + 1) and the number of rows, int64."""
+def _write_images(file: BinaryIO, path: Path, key: str, root: Path) -> None:
+    """The images' bytes, padding to 8, then where they begin and end (rows + 1) and the number of rows, int64."""
     offsets = [0]
     with _told(path):
-        for batch in pa.parquet.ParquetFile(path).iter_batches(batch_size=256, columns=[key]):
+        for batch in _parquet(path).iter_batches(batch_size=64, columns=[key]):
             for value in batch.column(0).to_pylist():
                 content = value.get("bytes") if isinstance(value, dict) else value
                 if content is None and isinstance(value, dict) and value.get("path"):
-                    content = _inside(root, value["path"]).read_bytes()
-                if not isinstance(content, bytes | None):
-                    raise DatasetError(f"{path}: column {key} holds {type(content).__name__}, not images.")
+                    content = _inside(root, "{path}", path=value["path"]).read_bytes()
                 file.write(content or b"")
                 offsets.append(offsets[-1] + len(content or b""))
     file.write(b"\0" * (-offsets[-1] % 8))
@@ -1698,31 +1638,82 @@ def _write_images(file, path: Path, key: str, root: Path, pa) -> None:
 
 
 # ---- statistics --------------------------------------------------------------------------------------------
-def _statistics_on_disk(meta: _Metadata, ids: list[int], cfg: DatasetConfig, cameras: dict[str, Any]) -> dict:
-    """What the data set itself says: meta/stats.json for all episodes, else for cameras the chosen episodes' own."""
-    whole = len(ids) == len(meta.episodes)
-    names = {ours: theirs for theirs, ours in _vector_keys(meta, cfg).items()} | {
-        key: key for key in (*cameras, *INDEX_COLUMNS)
+def _statistics(
+    cfg: DatasetConfig, train: EpisodeDataset, given: dict[str, dict[str, np.ndarray]], gray: set[str]
+) -> tuple[dict[str, dict[str, Tensor]], str]:
+    """The one set of statistics of a run: used in training, stored in the checkpoint, used at inference.
+
+    They are those of the episodes that are trained on. All episodes: meta/stats.json as it is, equal to LeRobot's.
+    A subset: computed anew from its rows, for cameras aggregated from the episodes' own. What is missing is
+    computed. 3-channel cameras get ImageNet's mean and std unless the flag says no. The std of a joint of state
+    or action is at least cfg.min_std.
+
+    Returns:
+        ({key: {"mean", "std", "min", "max", "count", ...: float32}}, where from). Cameras: (3, 1, 1).
+    """
+    if not cfg.min_std >= 0:
+        raise DatasetError(f"--dataset.min-std={cfg.min_std} is no floor; use 0 or more.")
+    rows = np.concatenate([np.arange(*span) for span in train.spans()])
+    stats = {key: given[key] for key in INDEX_COLUMNS if key in given}
+    for key in (key for key in (ACTION, STATE, ENV_STATE) if key in train.columns):
+        measured = _measure(train.columns[key][rows])
+        wrong, usable = _compare(key, given.get(key), measured)
+        train.notes += [f"warning: {text}" for text in wrong]
+        stats[key] = given[key] if usable else measured
+        still = np.flatnonzero(stats[key]["std"] < cfg.min_std)
+        if len(still):
+            train.notes.append(
+                f"warning: {key} hardly moves in joint {', '.join(str(j) for j in still)}: its std, at least "
+                f"{stats[key]['std'].min():.2g}, is raised to --dataset.min-std={cfg.min_std:g}."
+            )
+            stats[key] = stats[key] | {"std": np.maximum(stats[key]["std"], cfg.min_std)}
+    for key, source in train.cameras.items():
+        entry = given.get(key) or _measure_frames(source, rows)
+        entry = {
+            name: value.reshape(-1) if name == "count" else np.resize(value, (3, 1, 1))
+            for name, value in entry.items()
+        }
+        if cfg.use_imagenet_stats and key not in gray:
+            entry |= {name: np.array(value).reshape(3, 1, 1) for name, value in IMAGENET.items()}
+        else:
+            mean, std = (
+                entry["mean"].reshape(-1).round(4).tolist(),
+                entry["std"].reshape(-1).round(4).tolist(),
+            )
+            if min(mean) < 0 or max(mean) > 1 or min(std) < 0.02 or max(std) > 0.6:
+                train.notes.append(
+                    f"warning: the statistics of camera {key}, mean {mean} and std {std}, do not look like frames "
+                    "scaled to 0..1; correct them, or use --dataset.use-imagenet-stats."
+                )
+        stats[key] = entry
+    tensors = {
+        key: {name: torch.tensor(np.array(value), dtype=torch.float32) for name, value in entry.items()}
+        for key, entry in stats.items()
     }
-    stats = {ours: meta.stats[theirs] for ours, theirs in names.items() if whole and theirs in meta.stats}
+    return tensors, "meta/stats.json" if ACTION in given else "computed from their rows"
+
+
+def _statistics_on_disk(
+    meta: _Metadata, ids: list[int], cfg: DatasetConfig, cameras: dict[str, Any]
+) -> dict[str, dict[str, np.ndarray]]:
+    """What the data set says: meta/stats.json for all episodes, else for cameras the chosen episodes' own."""
+    names = _vector_keys(meta, cfg) | {key: key for key in (*cameras, *INDEX_COLUMNS)}
+    whole = len(ids) == len(meta.episodes)
+    stats = {name: meta.stats[key] for key, name in names.items() if whole and key in meta.stats}
     for key in cameras:
-        if key not in stats:
-            parts = [part for part in meta.episode_stats(ids, key) if {"mean", "std", "count"} <= set(part)]
-            if len(parts) == len(ids):
-                stats[key] = _aggregate(parts)
+        if not {"mean", "std"} <= set(stats.get(key, ())):
+            parts = [part for e, part in enumerate(meta.episode_stats(key)) if e in set(ids)]
+            stats[key] = _aggregate(parts) if all({"mean", "std", "count"} <= set(p) for p in parts) else {}
+        if any(stats[key][name].size not in (1, 3) for name in stats[key]):
+            stats[key] = {}  # of another form: computed anew
     return stats
 
 
 def _aggregate(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Statistics of a union from those of its parts (population std); quantiles by weighted mean, as LeRobot does."""
-    shape = (-1,) + (1,) * parts[0]["mean"].ndim
+    """Statistics of a union from its parts' (population std; quantiles by weighted mean, as LeRobot does)."""
     count = np.array([part["count"].reshape(-1)[0] for part in parts])
-    weight = (count / count.sum()).reshape(shape)
-    stack = {
-        name: np.stack([part[name] for part in parts])
-        for name in parts[0]
-        if all(name in part for part in parts)
-    }
+    stack = {name: np.stack([p[name] for p in parts]) for name in parts[0] if all(name in p for p in parts)}
+    weight = (count / count.sum()).reshape(-1, *(1,) * parts[0]["mean"].ndim)
     mean = (stack["mean"] * weight).sum(0)
     result = {
         "mean": mean,
@@ -1736,108 +1727,158 @@ def _aggregate(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 def _measure(values: np.ndarray) -> dict[str, np.ndarray]:
     """Statistics over the first axis, in float64."""
     values = values.astype(np.float64)
-    quantiles = np.quantile(values, [0.01, 0.1, 0.5, 0.9, 0.99], axis=0)
-    found = {
-        "min": values.min(0),
-        "max": values.max(0),
-        "mean": values.mean(0),
-        "std": values.std(0),
-        "count": np.array([len(values)]),
-    }
-    return found | dict(zip(("q01", "q10", "q50", "q90", "q99"), quantiles))
+    found = {name: getattr(values, name)(axis=0) for name in ("min", "max", "mean", "std")}
+    quantiles = np.quantile(values, (0.01, 0.1, 0.5, 0.9, 0.99), axis=0)
+    return (
+        found | {"count": np.array([len(values)])} | dict(zip(("q01", "q10", "q50", "q90", "q99"), quantiles))
+    )
 
 
-def _measure_frames(source: Any, spans: list[tuple[int, int]], most: int = 48) -> dict[str, np.ndarray]:
-    """Statistics of a camera in [0, 1] by channel, from frames spread evenly over the episodes."""
-    rows = np.concatenate([np.arange(*span) for span in spans])
-    rows = rows[np.unique(np.linspace(0, len(rows) - 1, most).astype(int))]
-    parts = [{k: v[:, None, None] if k != "count" else v for k, v in _measure(source.get(int(row))[::2, ::2].reshape(-1, 3) / 255.0).items()} for row in rows]  # fmt: skip
-    return _aggregate(parts)
-
-
-def _statistics(
-    cfg: DatasetConfig, table: _Table, cameras: dict[str, Any], spans: list[tuple[int, int]], notes: list[str]
-) -> tuple[dict[str, dict[str, Tensor]], str]:
-    """The one set of statistics of a run: used in training, stored in the checkpoint, used at inference.
-
-    They are those of the episodes trained on. All episodes: meta/stats.json as it is, so that they equal LeRobot's.
-    A subset: computed anew from its rows; cameras aggregated from the episodes' own statistics. Whatever is missing
-    is computed. 3-channel cameras get ImageNet's mean and std unless the flag says no. The std of a joint of state
-    and action is at least cfg.min_std.
-
-    Returns:
-        ({key: {"mean", "std", "min", "max", "count", ...: float32}}, where they come from). Cameras are (3, 1, 1).
-    """
-    if not cfg.min_std >= 0:
-        raise DatasetError(f"--dataset.min-std={cfg.min_std} is no floor; use 0 or more.")
-    rows = np.concatenate([np.arange(*span) for span in spans])
-    columns, given = table.columns, table.stats
-    stats: dict[str, dict[str, np.ndarray]] = {}
-    for key in (ACTION, STATE, ENV_STATE, *INDEX_COLUMNS):
-        if key not in columns:
-            continue
-        entry = given.get(key)
-        shape = columns[key].shape[1:]
-        if key in INDEX_COLUMNS:
-            if entry is not None:
-                stats[key] = entry
-            continue
-        measured = _measure(columns[key][rows])
-        for problem in _compare(key, entry, measured, shape):
-            notes.append(f"warning: {problem}")
-        usable = entry is not None and all(entry.get(n) is not None and entry[n].size == max(1, math.prod(shape)) for n in ("mean", "std", "min", "max"))  # fmt: skip
-        stats[key] = {n: v.reshape(shape) if v.size == math.prod(shape) and n != "count" else v for n, v in entry.items()} if usable else measured  # fmt: skip
-        still = np.flatnonzero(stats[key]["std"] < cfg.min_std)
-        if len(still):
-            few = ", ".join(f"{j} ({stats[key]['std'][j]:.2g})" for j in still[:8])
-            notes.append(
-                f"warning: {key} hardly moves in joint {few}: its std is raised to {cfg.min_std:g} (--dataset.min-std)."
-            )
-            stats[key] = stats[key] | {"std": np.maximum(stats[key]["std"], cfg.min_std)}
-    for key, source in cameras.items():
-        entry = given.get(key)
-        if entry is None or not {"mean", "std"} <= set(entry):
-            entry = _measure_frames(source, spans)
-        entry = {
-            n: np.broadcast_to(v.reshape(-1, 1, 1), (3, 1, 1)) if n != "count" else v.reshape(-1)
-            for n, v in entry.items()
-        }
-        if cfg.use_imagenet_stats and key not in table.gray:
-            entry |= {name: np.array(value).reshape(3, 1, 1) for name, value in IMAGENET.items()}
-        else:
-            notes += [f"warning: {text}" for text in _odd_image_stats(key, entry)]
-        stats[key] = entry
-    tensors = {
-        key: {name: torch.tensor(np.array(value), dtype=torch.float32) for name, value in entry.items()}
-        for key, entry in stats.items()
-    }
-    return tensors, "meta/stats.json" if ACTION in given else "computed from their rows"
-
-
-def _odd_image_stats(key: str, entry: dict[str, np.ndarray]) -> list[str]:
-    mean, std = entry["mean"].reshape(-1), entry["std"].reshape(-1)
-    if mean.min() < 0 or mean.max() > 1 or std.min() < 0.02 or std.max() > 0.6:
-        return [f"the statistics of camera {key} have mean {np.round(mean, 4).tolist()} and std {np.round(std, 4).tolist()}, which frames scaled to 0..1 hardly have; --dataset.use-imagenet-stats, or correct them."]  # fmt: skip
-    return []
+def _measure_frames(source: Any, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Statistics of a camera in [0, 1] by channel (3, 1, 1), from 48 of these rows at every second pixel."""
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, 48).astype(int))]
+    parts = [_measure(source.get(int(row))[::2, ::2].reshape(-1, 3) / 255.0) for row in chosen]
+    joined = _aggregate(parts)
+    return {name: value if name == "count" else value.reshape(3, 1, 1) for name, value in joined.items()}
 
 
 def _compare(
-    key: str, entry: dict[str, np.ndarray] | None, measured: dict[str, np.ndarray], shape
-) -> list[str]:
-    """Sentences on stored statistics that the data contradicts."""
+    key: str, entry: dict[str, np.ndarray] | None, measured: dict[str, np.ndarray]
+) -> tuple[list[str], bool]:
+    """(sentences on what the data contradicts, are the stored statistics usable)"""
     if entry is None:
-        return []
-    result = []
+        return [], False
+    wrong = []
     for name in ("mean", "std", "min", "max"):
-        if entry.get(name) is None or entry[name].size != measured[name].size:
-            result.append(
-                f"the statistics of {key} have no {name} of {measured[name].size} values; they are computed anew."
-            )
-            return result
-        stored = entry[name].reshape(measured[name].shape)
+        if name not in entry or entry[name].shape != measured[name].shape:
+            return [f"the statistics of {key} have no {name} of its shape; they are computed anew."], False
         scale = np.maximum(measured["std"], 1e-3 * np.abs(measured["mean"]) + 1e-6)
-        off = np.abs(stored - measured[name]) / scale
-        if not (off <= 0.01).all():
-            j = int(np.argmax(np.where(np.isfinite(off), off, np.inf)))
-            result.append(f"the {name} of {key}, joint {j} is {stored.reshape(-1)[j]:.6g} in the statistics and {measured[name].reshape(-1)[j]:.6g} in the data; python data.py check --fix-stats writes the right ones.")  # fmt: skip
-    return result
+        off = np.nan_to_num(np.abs(entry[name] - measured[name]) / scale, nan=np.inf)
+        if off.max() > 0.01:
+            j = int(off.argmax())
+            wrong.append(
+                f"the {name} of {key}, joint {j} is {entry[name][j]:.6g} in the statistics and "
+                f"{measured[name][j]:.6g} in the data; python data.py check --fix-stats writes the right ones."
+            )
+    return wrong, all(np.isfinite(entry[name]).all() for name in ("mean", "std", "min", "max"))
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+def check_dataset(
+    cfg: DatasetConfig, chunk_size: int = 100, fix_stats: bool = False
+) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of a whole data set, every video decoded; fix_stats writes meta/stats.fixed.json."""
+    findings = _Findings(strict=False)
+    try:
+        meta = _read_metadata(resolve_root(cfg), findings)
+        rows = _read_rows(meta, list(range(len(meta.episodes))), cfg, findings)
+        cameras, _ = _open_cameras(meta, rows, cfg, findings)
+        names = _vector_keys(meta, cfg)
+    except DatasetError as error:
+        return [*findings.problems, str(error)], findings.warnings
+    known = {episode.file for episode in meta.episodes} | {
+        v[0] for e in meta.episodes for v in e.videos.values()
+    }
+    for path in (*(meta.root / "data").rglob("*.parquet"), *(meta.root / "videos").rglob("*.mp4")):
+        if path not in known:
+            findings.warn(f"{path} belongs to no episode.")
+    fixed = {key: {name: v.tolist() for name, v in entry.items()} for key, entry in meta.stats.items()}
+    everything = np.arange(rows.spans[-1][1])
+    for key, name in names.items():
+        measured = _measure(rows.columns[name])
+        wrong, usable = _compare(name, meta.stats.get(key), measured)
+        if meta.stats and key not in meta.stats:
+            wrong = [f"meta/stats.json has no statistics of {key}."]
+        for text in wrong:
+            findings.problem(f"{meta.root}: {text}")
+        if wrong or not usable:
+            fixed[key] = {n: v.tolist() for n, v in measured.items()}
+        for e, span, stored in zip(rows.ids, rows.spans, (meta.episode_stats(key)[e] for e in rows.ids)):
+            for text in _compare(name, stored or None, _measure(rows.columns[name][slice(*span)]))[0][:1]:
+                findings.problem(f"{meta.root}: episode {e}: {text}")
+        for j in np.flatnonzero(measured["std"] < cfg.min_std):
+            findings.warn(f"{key}, joint {j} is constant or nearly so (std {measured['std'][j]:.2g}).")
+    for key, source in cameras.items():
+        progress = _Progress(f"decoding {key}", len(everything))
+        for e, span in zip(rows.ids, rows.spans):
+            if source.file_of_row[span[0]] >= 0:
+                with findings.reading(meta.root, f"episode {e} of camera {key}"):
+                    for _ in _in_order(source, *span):
+                        progress.add(1)
+        progress.close()
+        with findings.reading(meta.root, f"the statistics of camera {key}"):
+            measured = _measure_frames(source, everything[source.file_of_row >= 0])
+            stored = meta.stats.get(key, {})
+            mean, std = (np.resize(stored.get(name, np.nan), (3, 1, 1)) for name in ("mean", "std"))
+            close = (
+                (np.abs(mean - measured["mean"]) < 0.1)
+                & (std < 2 * measured["std"])
+                & (measured["std"] < 2 * std)
+            )
+            if meta.stats and not close.all():
+                fixed[key] = {n: v.tolist() for n, v in measured.items()}
+                numbers = ", ".join(
+                    f"{v.reshape(-1).round(4).tolist()}"
+                    for v in (mean, std, measured["mean"], measured["std"])
+                )
+                findings.problem(
+                    f"{meta.root}: mean and std of camera {key} in the statistics, then in its frames: {numbers}."
+                )
+    lengths = np.array([stop - start for start, stop in rows.spans])
+    if (lengths < chunk_size).any():
+        which = ", ".join(str(rows.ids[i]) for i in np.flatnonzero(lengths < chunk_size)[:20])
+        findings.warn(
+            f"{(lengths < chunk_size).sum()} episodes are shorter than the chunk of {chunk_size}: {which}."
+        )
+    valid = np.concatenate([np.minimum(np.arange(n, 0, -1), chunk_size) for n in lengths])
+    findings.warn(
+        f"{1 - valid.mean() / chunk_size:.1%} of the target steps are padding at chunk {chunk_size}."
+    )
+    if fix_stats:
+        target = meta.root / "meta" / "stats.fixed.json"
+        for key, name in names.items():
+            fixed.setdefault(key, {n: v.tolist() for n, v in _measure(rows.columns[name]).items()})
+        target.write_text(json.dumps(fixed, indent=4))
+        findings.warn(
+            f"the statistics, corrected where they were wrong, are in {target}; move it over stats.json."
+        )
+    return findings.problems, findings.warnings
+
+
+def main() -> int:
+    import tyro
+
+    def check(cfg: DatasetConfig, chunk_size: int = 100, fix_stats: bool = False) -> int:
+        """Check a whole data set, every frame decoded: name each problem, and exit with 1 if there is one.
+
+        Args:
+            cfg: Where the data set is, and how it would be trained on.
+            chunk_size: Steps of an action chunk, for the share of padding.
+            fix_stats: Write statistics computed from the data into meta/stats.fixed.json, beside the old ones.
+        """
+        problems, warnings = check_dataset(cfg, chunk_size, fix_stats)
+        print(*(f"problem: {text}" for text in problems), *warnings, sep="\n")
+        print(f"{cfg.root or cfg.repo_id}: {len(problems)} problems, {len(warnings)} warnings")
+        return 1 if problems else 0
+
+    def cache(cfg: DatasetConfig) -> int:
+        """Decode a data set's frames into the frame cache, so that the next run starts at once.
+
+        Args:
+            cfg: Where the data set is, which part of it, and where the cache goes.
+        """
+        mode: Literal["disk"] = "disk"
+        train, _ = open_dataset(replace(cfg, cache=mode), chunk_size=1)
+        print(*train.notes, sep="\n")
+        return 0
+
+    try:
+        commands = {"check": check, "cache": cache}
+        return tyro.extras.subcommand_cli_from_dict(commands, config=(tyro.conf.OmitArgPrefixes,))
+    except (ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
