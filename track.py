@@ -13,7 +13,7 @@ Where the values go. tensorboard: RUN_DIR/tensorboard. trackio: its own folder (
 RUN_DIR/wandb and the server; without a login it writes offline, and `wandb sync` uploads later.
 """
 
-import importlib
+import importlib.util
 import json
 import netrc
 import os
@@ -118,21 +118,19 @@ def start_tracker(
     is_main: bool,
     project: str = "act",
 ) -> Tracker:
-    """Start the tracker `kind`, or continue its run `run_id`.
+    """Start the tracker `kind`, or continue its run `run_id`; both happen in its own thread.
 
     Raises:
         ValueError: an unknown kind.
-        ImportError: its package is missing.
+        ImportError: its package is missing; on every rank.
     """
     if kind not in KINDS:
         raise ValueError(f"--tracker={kind} is unknown; use one of {', '.join(KINDS)}.")
+    # Looked up on every rank, so that all of them stop; and a folder ./wandb of old runs is no package.
+    if kind != "none" and getattr(importlib.util.find_spec(kind), "origin", None) is None:
+        raise ImportError(f"--tracker={kind} needs its package: pip install {kind}")
     if kind == "none" or not is_main:
         return Tracker(kind, run_id, None)
-    module = {"tensorboard": "torch.utils.tensorboard"}.get(kind, kind)
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        raise ImportError(f"--tracker={kind} needs its package: pip install {kind}") from None
     resumed = run_id is not None
     # Not from a seeded generator: two runs with one seed are two runs. wandb allows few characters in an id.
     run_id = run_id or f"{re.sub(r'[^A-Za-z0-9_.-]', '-', job_name)[:64]}-{os.urandom(4).hex()}"
@@ -192,7 +190,7 @@ def _wandb(run: _Run) -> tuple[Log, Finish]:
         resume="allow",
         mode=mode,
     )
-    # wandb drops steps that go back, as they do on resuming an older checkpoint: ours are an axis of their own.
+    # wandb drops steps that go back, as they do when an older checkpoint is resumed; ours are an axis.
     there.define_metric("step")
     there.define_metric("*", step_metric="step")
     return (lambda step, values: there.log({"step": step, **values})), there.finish
