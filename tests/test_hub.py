@@ -130,7 +130,7 @@ def push(hub, step_dir, home, facts=None):
     if facts is None:
         command = [str(ROOT / "ckpt.py"), "convert", "--checkpoint-dir", str(step_dir), "--push-to-hub", REPO]
     else:
-        command = ["-c", f"import ckpt; ckpt.push_checkpoint({str(step_dir)!r}, {REPO!r}, {facts!r})"]
+        command = ["-c", f"import ckpt; ckpt.upload_policy({str(step_dir)!r}, {REPO!r}, {facts!r})"]
     return subprocess.run(
         [sys.executable, *command],
         env=clean | settings, cwd=home, capture_output=True, text=True, timeout=120,
