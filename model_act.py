@@ -431,10 +431,9 @@ def kl_divergence(mu: Tensor, log_sigma_x2: Tensor) -> Tensor:
 
 # ---- noise
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
-NOISE_CHUNK = 1 << 15  # words; 256 KiB, half of what a core's second-level cache may spare
+NOISE_CHUNK = 1 << 15  # words; 256 KiB, so that a piece and its shifted copy stay in a core's second-level cache
 
 
 def mix(words: Tensor) -> Tensor:
@@ -450,16 +449,16 @@ def mix(words: Tensor) -> Tensor:
 def noise_words(seed: Tensor, start: int, count: int) -> Tensor:
     """(B, count) int64 of 64 random bits each: words start, start + 1, ... of each sample's own stream.
 
-    A counter-based generator, so that a word depends on (seed, place) alone, on any device and in any graph.
+    Counter-based, so that a word depends on (seed, place) alone, on any device and in any graph, and no seed is read by the host.
     """
-    state = mix(seed[:, None] + GOLDEN)
-    steps = torch.arange(start, start + count, device=seed.device) * GOLDEN
+    state = mix(mix(seed[:, None] + 1))
+    places = torch.arange(start, start + count, device=seed.device)
     if seed.device.type != "cpu" or torch.compiler.is_compiling():
-        return mix(state + steps)
+        return mix(state ^ places)
     words = torch.empty(len(seed), count, dtype=torch.int64)
-    for row, first in zip(words, state):  # in pieces that stay in the cache
-        for piece, step in zip(row.split(NOISE_CHUNK), steps.split(NOISE_CHUNK)):
-            mix(torch.add(step, first, out=piece))
+    for row, own in zip(words, state):  # in pieces that stay in the cache
+        for piece, place in zip(row.split(NOISE_CHUNK), places.split(NOISE_CHUNK)):
+            mix(torch.bitwise_xor(place, own, out=piece))
     return words
 
 
