@@ -578,7 +578,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     if missing or foreign:
         raise ValueError(
             f"The optimizer misses {len(missing)} trainable parameters of the module "
-            f"({', '.join(missing[:3])}) and holds {foreign} that are not its own; build it after parallelize()."
+            f"({', '.join(missing[:3])}) and holds {foreign} of something else; build it after parallelize()."
         )
 
 
@@ -723,7 +723,10 @@ def clip_grad_norm_(
     # The CPU adds float32 squares up in few lanes, which costs 4e-6 over 20 M elements; CUDA adds in a tree.
     accuracy = torch.float64 if total.device.type == "cpu" else None
     for groups, pieces in cut_over.items():
-        norms = torch._foreach_norm([p for p in pieces if p.numel()] or [total], 2, dtype=accuracy)
+        held = [p for p in pieces if p.numel()] or [
+            total.new_zeros(1)
+        ]  # a rank may have no row of a small unit
+        norms = torch._foreach_norm(held, 2, dtype=accuracy)
         squares = torch.stack([norm.double() for norm in norms]).square_().sum()
         for group in groups:
             dist.all_reduce(squares, group=group)
@@ -840,8 +843,7 @@ class MetricSums:
         # names -> (names + 1,): weighted sums, then the weight
         self._sums: dict[tuple[str, ...], Tensor] = {}
         for names, sums in (state or {}).get("sums", []):
-            kept = torch.tensor(sums, dtype=torch.float64, device=cluster.device)
-            self._sums[tuple(names)] = kept if cluster.is_main else torch.zeros_like(kept)
+            self._sums[tuple(names)] = torch.tensor(sums, dtype=torch.float64, device=cluster.device)
         self._times: dict[str, tuple[float, int]] = {}
 
     @torch.no_grad()
@@ -883,8 +885,8 @@ class MetricSums:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective: call on every rank; all get the sums over ranks, which go on undisturbed."""
-        totals, at, sums = self._gather().sum(0).tolist(), 0, []
+        """Collective: call on every rank; all get the mean of the ranks' sums: any number of ranks can go on."""
+        totals, at, sums = self._gather().mean(0).tolist(), 0, []
         for names in self._sums:
             sums.append([list(names), totals[at : at + len(names) + 1]])
             at += len(names) + 1
