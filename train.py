@@ -50,6 +50,9 @@ class PolicyFlags(model_act.ACTConfig):
     path: str | None = None
     """Start from the weights saved in this folder (ours or LeRobot's); its config.json gives the other defaults."""
 
+    def __post_init__(self) -> None:
+        """Checked in `check`: here tyro would catch the error and answer in its own words."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -255,14 +258,15 @@ def train(run: Run) -> int:
     loader = data.to_device(make_loader(cfg, cluster, batches), cluster.device)
     stop, profiler = StopOnSignal(cluster), Profiler(cfg, cluster, place.step)
     sums = dist.MetricSums(cluster, place.unlogged)
+    start = place.step
     run.parts.module.train()
-    for step in range(place.step, cfg.steps):
+    for step in range(start, cfg.steps):
         window = batches.window(step)
         train_step(cfg, cluster, run.parts, next(loader), window, step, sums)
         place.step, place.samples_seen = step + 1, batches.position(step + 1)
         log.step_done(loader.waited_s)
         profiler.step()
-        if step == batches.steps.start:
+        if step == start:
             log.first_step()
             dist.shorten_timeout(cluster)
         if place.step < window.stop:
@@ -280,7 +284,7 @@ def train(run: Run) -> int:
         log.restart_clock()
         if stopping:
             break
-    return finish_saving(run) or stop.exit_code
+    return finish_saving(run, start) or stop.exit_code
 
 
 def due(window: range, every: int, last: bool) -> bool:
@@ -380,7 +384,7 @@ def save(run: Run, sums: dist.MetricSums, improved: bool) -> None:
         "tracker_run_id": run.log.tracker.run_id,
     }
     adapter = None
-    if cfg.peft.enabled:
+    if parts.peft is not None:
         adapter = {
             "state_dict": lora.adapter_state_dict(parts.policy),
             "config": lora.adapter_config(parts.peft, cfg.policy.path),
@@ -398,9 +402,9 @@ def save(run: Run, sums: dist.MetricSums, improved: bool) -> None:
         run.log.warn(str(error))
 
 
-def finish_saving(run: Run) -> int:
-    """Wait for a save in the background. Returns 1 if the last checkpoint is not on disk, else 0."""
-    if run.writer is None:
+def finish_saving(run: Run, start: int) -> int:
+    """Wait for a save in the background. Returns 1 if what was trained since `start` is not on disk, else 0."""
+    if run.writer is None or run.place.step == start:
         return 0
     try:
         run.writer.wait()
@@ -459,6 +463,7 @@ def check(cfg: Config, cluster: dist.Cluster) -> None:
         need(getattr(cfg, flag) >= 0, flag.replace("_", "-"), getattr(cfg, flag), "it must be 0 or more")
     need(cfg.seed < 2**63, "seed", cfg.seed, "it must be below 2^63")
     need(cfg.sim.episodes >= 1, "sim.episodes", cfg.sim.episodes, "the embedded task needs a demonstration")
+    act_config(cfg.policy)
     o, s = cfg.optimizer, cfg.scheduler
     for flag in ("lr", "lr_backbone", "weight_decay", "grad_clip_norm"):
         value = getattr(o, flag)
@@ -520,21 +525,27 @@ def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Con
     name = cfg.output_dir or f"outputs/train/{now:%Y-%m-%d}/{now:%H-%M-%S}_{cfg.job_name}"
     name = dist.from_main(cluster, name)
     with dist.raise_together(cluster):
-        run_dir = Path(name)
+        place = Path(name)
         if cluster.is_main:
-            if run_dir.exists() and not run_dir.is_dir():
+            if place.exists() and not place.is_dir():
                 raise ValueError(f"--output-dir={name} is a file; name a directory.")
             goes_on = cfg.resume == "auto" or (
-                source is not None and ckpt.run_dir_of(source) == run_dir.resolve()
+                source is not None and ckpt.run_dir_of(source) == place.resolve()
             )
-            if run_dir.is_dir() and any(run_dir.iterdir()) and not goes_on:
+            if place.is_dir() and any(place.iterdir()) and not goes_on:
                 raise ValueError(f"--output-dir={name} holds files already; name another directory, or go on from it "
                                  f"with --resume {name}.")  # fmt: skip
-            run_dir.mkdir(parents=True, exist_ok=True)
-            probe = run_dir / ".write-test"
+            place.mkdir(parents=True, exist_ok=True)
+            probe = place / ".write-test"
             probe.touch()
             probe.unlink()
     return replace(cfg, output_dir=name)
+
+
+def run_dir(cfg: Config) -> Path:
+    """The run directory, once `with_run_dir` has decided it."""
+    assert cfg.output_dir is not None
+    return Path(cfg.output_dir)
 
 
 def build(cfg: Config, cluster: dist.Cluster, source: Path | None) -> tuple:
@@ -563,7 +574,7 @@ def open_data(cfg: Config) -> tuple[data.EpisodeDataset, data.EpisodeDataset | N
     height, width = cfg.dataset.image_size or (480, 640)
     shown = sim.Demonstrations(cfg.sim.episodes, cfg.sim.seed, height, width)
     return data.open_columns(
-        cfg.dataset, cfg.policy.chunk_size, shown.columns, shown.lengths, shown.fps, shown.cameras
+        cfg.dataset, cfg.policy.chunk_size, shown.columns, list(shown.lengths), shown.fps, shown.cameras
     )
 
 
@@ -696,7 +707,7 @@ def checkpoint_writer(cfg: Config, cluster: dist.Cluster) -> ckpt.CheckpointWrit
     if not cfg.save_checkpoint:
         return None
     return ckpt.CheckpointWriter(
-        cfg.output_dir, checkpoint_format=cfg.checkpoint_format, keep_last=cfg.keep_last,
+        run_dir(cfg), checkpoint_format=cfg.checkpoint_format, keep_last=cfg.keep_last,
         async_save=cfg.async_save, sharded=cluster.sharded,
     )  # fmt: skip
 
@@ -716,12 +727,10 @@ class RunLog:
     ) -> None:
         self.cfg, self.cluster, self.train_set = cfg, cluster, train_set
         self.tracker = track.start_tracker(
-            cfg.tracker, cfg.output_dir, cfg.job_name, to_dict(cfg), place.tracker_run_id, cluster.is_main,
+            cfg.tracker, run_dir(cfg), cfg.job_name, to_dict(cfg), place.tracker_run_id, cluster.is_main,
             project=cfg.tracker_project,
         )  # fmt: skip
-        self._file = (
-            open_metrics(Path(cfg.output_dir) / "metrics.jsonl", place.step) if cluster.is_main else None
-        )
+        self._file = open_metrics(run_dir(cfg) / "metrics.jsonl", place.step) if cluster.is_main else None
         self._logged_before = False  # the first line counts the start of the workers as waiting
         self._mark = self._born = time.perf_counter()
         self._elapsed = self._waited = self._waited_before = 0.0
@@ -864,7 +873,7 @@ class Profiler:
         self._profile = None
         if not cfg.profile or start > 58 or cfg.steps < 62:
             return
-        self._directory, self._rank = Path(cfg.output_dir) / "profile", cluster.rank
+        self._directory, self._rank = run_dir(cfg) / "profile", cluster.rank
         self._directory.mkdir(exist_ok=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] * (cluster.device.type == "cuda")
@@ -1154,7 +1163,7 @@ def join_flags(flags: dict[str, list[str]]) -> list[str]:
     return argv
 
 
-def field_types(config: type, prefix: str = "") -> dict[str, Any]:
+def field_types(config: Any, prefix: str = "") -> dict[str, Any]:
     """{"steps": int, "dataset.root": str | None, ...}: every flag and its type."""
     found: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(config).items():
