@@ -278,6 +278,14 @@ def shorten_timeout(cluster: Cluster) -> None:
     _set_timeout(cluster, cluster.step_timeout_s)
 
 
+@contextlib.contextmanager
+def patience(cluster: Cluster, seconds: float = 86400) -> Iterator[None]:
+    """Ranks may wait this long for each other inside: rollouts, whose lengths differ. Collective: enter on every rank."""
+    _set_timeout(cluster, seconds)
+    yield
+    _set_timeout(cluster, cluster.step_timeout_s)
+
+
 def _set_timeout(cluster: Cluster, seconds: float) -> None:
     if cluster.world_size == 1:
         return

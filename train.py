@@ -26,6 +26,7 @@ import sys
 import time
 import types
 import typing
+import warnings
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -192,14 +193,17 @@ def main(argv: list[str] | None = None) -> int:
         train_set, val_set, policy = build(cfg, cluster, source)
         parts = prepare(cfg, cluster, policy)
         with dist.raise_together(cluster):
-            place = load_place(cfg, parts, source)
+            place = load_place(cfg, cluster, parts, source)
             log = RunLog(cfg, cluster, train_set, place)
         writer = checkpoint_writer(cfg, cluster)
     except USER_ERRORS as error:
         print(error, file=sys.stderr)
         return 1
     log.banner(parts, val_set, place)
-    code = train(Run(cfg, cluster, parts, place, train_set, val_set, writer, log))
+    run = Run(cfg, cluster, parts, place, train_set, val_set, writer, log)
+    code = train(run)
+    if cfg.push_to_hub is not None and code == 0 and cluster.is_main:
+        publish(run)
     log.finish()
     dist.finish(cluster)
     return code
@@ -323,7 +327,8 @@ def evaluate_now(run: Run) -> bool:
         results["val_l1_loss"] = validation_loss(run)
     if cfg.eval.env is not None:
         policy = whole_policy(run.parts, cluster)
-        results |= evaluate.evaluate_in_training(policy, cfg.eval, cluster, run_dir(cfg), place.step)
+        with dist.patience(cluster):
+            results |= evaluate.evaluate_in_training(policy, cfg.eval, cluster, run_dir(cfg), place.step)
     run.parts.module.train()
     run.log.write_evaluation(place, results)
     # A higher success rate is better, and a lower validation loss.
@@ -414,6 +419,23 @@ def finish_saving(run: Run, start: int) -> int:
         return 0
     run.log.warn(f"the last checkpoint, of step {run.place.step}, is not on disk; see above.")
     return 1
+
+
+def publish(run: Run) -> None:
+    """Upload the last checkpoint. A failure is told, with the command for later; the run is whole without it."""
+    cfg, repo_id = run.cfg, run.cfg.push_to_hub
+    assert repo_id is not None
+    facts = {
+        "data set": cfg.dataset.repo_id or cfg.dataset.root or "the embedded two-arm task of sim.py",
+        "command": " ".join(["python", *sys.argv]),
+        "steps": run.place.step,
+        "samples": run.place.samples_seen,
+        **run.log.last_values,
+    }
+    try:
+        ckpt.upload_policy(run_dir(cfg) / "checkpoints/last", repo_id, facts)
+    except (ValueError, OSError, ImportError) as error:
+        run.log.warn(str(error))
 
 
 class StopOnSignal:
@@ -632,6 +654,8 @@ def prepare(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> 
     )
     optimizer = torch.optim.AdamW(groups, betas=o.betas, eps=o.eps, fused=True)
     dist.check_optimizer(optimizer, module)
+    # With accumulation the schedule, which counts loop steps, rightly moves before the first optimizer step.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, step))
     scaler = dist.LossScaler(cluster.device) if cfg.mixed_precision == "fp16" else None
     if graphs:
@@ -678,7 +702,7 @@ def lr_factor(cfg: Config, step: int) -> float:
     return s.final_lr_ratio + (1 - s.final_lr_ratio) * cosine
 
 
-def load_place(cfg: Config, parts: Parts, source: Path | None) -> Place:
+def load_place(cfg: Config, cluster: dist.Cluster, parts: Parts, source: Path | None) -> Place:
     """Optimizer, schedule and loss scale of the checkpoint, and the place in the run. Nothing communicates."""
     if source is None:
         return Place()
@@ -698,6 +722,10 @@ def load_place(cfg: Config, parts: Parts, source: Path | None) -> Place:
     parts.scheduler.base_lrs = base_lrs
     parts.scheduler.last_epoch, parts.scheduler._step_count = state["step"], state["step"] + 1
     parts.scheduler._last_lr = [group["lr"] for group in parts.optimizer.param_groups]
+    batch = cfg.batch_size * cluster.world_size * cfg.gradient_accumulation_steps
+    if cluster.is_main and state.get("effective_batch_size", batch) != batch:
+        print(f"warning: the effective batch is {batch} samples now and was {state['effective_batch_size']}; the order of the "
+              "samples goes on, the curve is another one.", file=sys.stderr)  # fmt: skip
     known = {f.name for f in dataclasses.fields(Place)}
     return Place(**{key: value for key, value in state.items() if key in known})
 
@@ -734,6 +762,7 @@ class RunLog:
         self._logged_before = False  # the first line counts the start of the workers as waiting
         self._mark = self._born = time.perf_counter()
         self._elapsed = self._waited = self._waited_before = 0.0
+        self.last_values: dict[str, float] = {}
         self._steps = 0
 
     def banner(self, parts: Parts, val_set: data.EpisodeDataset | None, place: Place) -> None:
@@ -822,6 +851,7 @@ class RunLog:
 
     def _row(self, row: dict[str, float]) -> None:
         self.tracker.log(int(row["step"]), row)
+        self.last_values |= {key: row[key] for key in row if key.endswith(("loss", "success_rate"))}
         if self._file is not None:
             try:
                 self._file.write(json.dumps(row) + "\n")
