@@ -395,7 +395,7 @@ def kl_divergence(mu: Tensor, log_sigma_x2: Tensor) -> Tensor:
 
 
 # The noise is a counter-based stream of 64-bit words for each sample; 16 bits serve one element of dropout.
-# For the 10.4 M elements that a sample takes in the paper-size policy, on one core (EPYC, AVX-512, torch 2.14),
+# For the 10.4 M elements of one sample of the paper-size policy, on one core (EPYC, AVX-512, torch 2.14),
 # the words cost 10 ms and their comparison 5 ms. Also tried: torch's generator seeded for each sample, 9 ms,
 # for which the host has to read the seeds; bernoulli_, 61 ms; F.dropout, 104 ms with its product.
 
@@ -675,8 +675,9 @@ class ACT(nn.Module):
 
     def normalize(self, key: str, x: Tensor) -> Tensor:
         """A feature from the data's units to the policy's."""
-        name = module_name(key)
-        return self.normalizers[name](x) if name in self.normalizers else x
+        if module_name(key) not in self.normalizers:
+            return x
+        return self.normalizers[module_name(key)](x)
 
     def unnormalize(self, key: str, x: Tensor) -> Tensor:
         """A feature from the policy's units to the data's."""
@@ -704,7 +705,7 @@ class Normalizer(nn.Module):
             if name not in stats:
                 has = ", ".join(f"{key}.{other}" for other in stats) or "nothing of this feature"
                 raise ValueError(
-                    f"The statistics lack {key}.{name}, which its {mode} normalisation needs; they have {has}."
+                    f"The statistics lack {key}.{name}, which {mode} normalisation needs; they have {has}."
                 )
             value = torch.as_tensor(stats[name]).float().flatten()
             if len(value) not in (1, shape[0]):
