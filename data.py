@@ -415,16 +415,19 @@ class TrainBatches(Dataset):
         """Of the first sample of a step, over all ranks."""
         return self.samples_seen + (step - self.steps.start) * self.batch_size * self.world_size
 
+    def window(self, step: int) -> range:
+        """The steps that share an optimizer step with this one, cut where the run starts and ends."""
+        first = step // self.accumulation_steps * self.accumulation_steps
+        return range(max(self.steps.start, first), min(first + self.accumulation_steps, self.steps.stop))
+
     def __getitem__(self, step: int) -> dict[str, Tensor]:
-        window = step // self.accumulation_steps * self.accumulation_steps
-        first = max(self.steps.start, window)
-        stop = min(window + self.accumulation_steps, self.steps.stop)
-        positions = np.arange(self.position(first), self.position(stop))
+        window = self.window(step)
+        positions = np.arange(self.position(window.start), self.position(window.stop))
         frames = self.order.frame(positions)
-        begin = self.position(step) - self.position(first) + self.rank * self.batch_size
+        begin = self.position(step) - positions[0] + self.rank * self.batch_size
         mine = slice(begin, begin + self.batch_size)
         batch = self.dataset.get_batch(frames[mine])
-        valid = self.dataset.valid_steps(frames).sum() / (self.world_size * (stop - first))
+        valid = self.dataset.valid_steps(frames).sum() / (self.world_size * len(window))
         batch["num_valid"] = torch.tensor(valid, dtype=torch.float32)
         batch["noise_seed"] = torch.from_numpy(self.order.noise_seed(positions[mine]))
         return batch
@@ -588,18 +591,21 @@ class VideoFrames:
         self.shape, self.files, self.digests, self.keyframes = shape, files, digests, keyframes
         self.file_of_row, self.pts_of_row = file_of_row, pts_of_row
         self._open: OrderedDict[int, _Decoder] = OrderedDict()
+        self._forked: OrderedDict[int, _Decoder] = OrderedDict()
         self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self.pts_of_row)
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_open": OrderedDict()}
+        return self.__dict__ | {"_open": OrderedDict(), "_forked": OrderedDict()}
 
     def get(self, row: int) -> np.ndarray:
         """(H, W, 3) uint8"""
-        if self._pid != os.getpid():  # forked: file offsets are shared with the parent, so open anew
-            self._open, self._pid = OrderedDict(), os.getpid()
+        if self._pid != os.getpid():
+            # Forked: file offsets are the parent's too, so open anew. The copies of its decoders are kept, since
+            # closing one waits for threads that only the parent has (PyAV 18).
+            self._forked, self._open, self._pid = self._open, OrderedDict(), os.getpid()
         number = int(self.file_of_row[row])
         decoder = self._open.pop(number, None) or _Decoder(self.files[number], self.keyframes[number])
         self._open[number] = decoder
