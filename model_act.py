@@ -753,7 +753,7 @@ class ACTDecoder(nn.Module):
         super().__init__()
         layers = [ACTDecoderLayer(config) for _ in range(config.n_decoder_layers)]
         layers[0].input_is_constant = True
-        self.layers = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.dim_model)
 
     def forward(
