@@ -31,7 +31,7 @@ import numpy as np
 FPS = 50
 STATE_DIM = ACTION_DIM = 14
 CAMERA = "observation.images.top"
-MAX_STEPS = 300  # of a rollout; the expert needs about 190
+MAX_STEPS = 300  # of a rollout; the expert needs about 175
 
 WORLD = (1.6, 1.2)  # m, width and height of the image; the origin is its centre, y points up
 BASES = np.array([[-0.62, 0.0], [0.62, 0.0]])  # left, right
@@ -196,11 +196,11 @@ def plan(env: TransferEnv, rng: np.random.Generator) -> np.ndarray:
     aside = near(np.array([-0.14, -0.02]), 0.015)
     away = [near(BASES[arm] + HOME * MIRROR[arm], 0.02) for arm in (0, 1)]
     # step, place, gripper: a hand moves from key to key with the smoothest of motions (minimum jerk)
-    right = [(0, home[1], 1), (46, cube, 1), (52, cube, 1), (62, cube, 0), (66, cube, 0), (100, meet, 0)]
-    right += [(118, meet, 0), (126, meet, 1), (130, meet, 1), (165, away[1], 1)]
-    left = [(0, home[0], 1), (20, home[0], 1), (66, aside, 1), (84, aside, 1), (104, meet, 1), (114, meet, 0)]
-    left += [(128, meet, 0), (164, zone, 0), (170, zone, 0), (178, zone, 1), (200, zone + [-0.05, 0.08], 1)]
-    steps = np.arange(round(195 * pace)) / pace
+    right = [(0, home[1], 1), (60, cube, 1), (64, cube, 1), (74, cube, 0), (76, cube, 0), (102, meet, 0)]
+    right += [(116, meet, 0), (123, meet, 1), (126, meet, 1), (152, away[1], 1)]
+    left = [(0, home[0], 1), (20, home[0], 1), (76, aside, 1), (86, aside, 1), (104, meet, 1), (113, meet, 0)]
+    left += [(124, meet, 0), (152, zone, 0), (156, zone, 0), (163, zone, 1), (182, zone + [-0.05, 0.08], 1)]
+    steps = np.arange(round(174 * pace)) / pace
     targets = []
     for arm, keys in enumerate((left, right)):
         times, places, grips = (np.array(column, float) for column in zip(*keys))
