@@ -291,10 +291,9 @@ def adapter_state_dict(policy: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, _Lora):
             mine += (f"{path}.lora_A.", f"{path}.lora_B.")
         if isinstance(module, _LoraAttention):
-            a, b = module.lora_A, module.lora_B
-            size, out_proj = a.in_features, f"{PEFT_PREFIX}{path}.{PEFT_OUT_PROJ}"
-            unused[f"{out_proj}.lora_A.weight"] = a.weight.new_zeros(a.out_features, size)
-            unused[f"{out_proj}.lora_B.weight"] = a.weight.new_zeros(size, b.in_features)
+            a, out_proj = module.lora_A, f"{PEFT_PREFIX}{path}.{PEFT_OUT_PROJ}"
+            zeros = torch.zeros(a.out_features, a.in_features, dtype=a.weight.dtype, device=a.weight.device)
+            unused |= {f"{out_proj}.lora_A.weight": zeros, f"{out_proj}.lora_B.weight": zeros.mT.contiguous()}
         if getattr(module, TRAINED_IN_FULL, False):
             mine += (f"{path}.",)
     used = {PEFT_PREFIX + key: value for key, value in policy.state_dict().items() if key.startswith(mine)}

@@ -298,7 +298,7 @@ def _train_on(rank, world, replicate, shard, folder):
     _, losses = train(policy, range(3), module, rank=rank, world=world)
     state = adapter_state_dict(module)
     if folder is not None:
-        assert all(isinstance(tensor, DTensor) for tensor in state.values())
+        assert all(isinstance(value, DTensor) or "out_proj" in key for key, value in state.items())
         assert sum(isinstance(p, DTensor) for p in policy.parameters()) == len(list(policy.parameters()))
         dcp.save({"adapter": state}, checkpoint_id=folder)
     whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
