@@ -9,9 +9,9 @@
 
 A batch (B samples, S = chunk_size, A action_dim); frames stay uint8 until they are on the device:
 
-    "observation.state" (B, state_dim), "observation.environment_state" (B, env_dim) float32, if the set has it
+    "observation.state" (B, state_dim), "observation.environment_state" (B, env_dim) float32, if there is
     "observation.images.NAME"  (B, 3, H, W) uint8, one for each camera
-    "action" (B, S, A) float32, "action_is_pad" (B, S) bool   past an episode's end its last action is repeated
+    "action" (B, S, A) float32, "action_is_pad" (B, S) bool   past the end the last action repeats
     "index", "episode_index", "frame_index", "task_index" (B,) int64, "timestamp" (B,) float32
     "num_valid" () float32, "noise_seed" (B,) int64           training only, see TrainBatches
     "sample_weight" (B,) float32                              validation only, see ValBatches
@@ -68,9 +68,9 @@ class DatasetError(ValueError):
 @dataclass(frozen=True)
 class DatasetConfig:
     root: str | None = None
-    """Directory of a LeRobot data set, the one that holds meta/, data/ and videos/. None: --dataset.repo-id."""
+    """Directory of a LeRobot data set, which holds meta/, data/, videos/. None: --dataset.repo-id."""
     repo_id: str | None = None
-    """USER/NAME of a LeRobot data set: found in the local caches, downloaded only if it is in none of them."""
+    """USER/NAME of a LeRobot data set: found in the local caches, downloaded if it is in none of them."""
     episodes: tuple[int, ...] | None = None
     """Episodes to train on; their order changes nothing, and the statistics are theirs. None: all."""
     val_episodes: tuple[int, ...] | None = None
@@ -87,7 +87,8 @@ class DatasetConfig:
     """Height and width that all frames are resized to (bilinear, antialiased). None: as stored."""
     cache: Literal["auto", "disk", "ram", "off"] = "auto"
     """Decoded frames in memory-mapped files that a node's processes share: "disk" in cache_dir, "ram" in
-    /dev/shm until the run ends. "off" decodes on demand. "auto": disk if half its free space will do, else off."""
+    /dev/shm until the run ends. "off" decodes on demand. "auto": disk if half the free space will do, else
+    off."""
     cache_dir: str | None = None
     """Directory of the frame cache. None: $XDG_CACHE_HOME/act-frames or ~/.cache/act-frames."""
     tolerance_s: float = 1e-4
@@ -144,7 +145,7 @@ def open_columns(
     """As `open_dataset`, from arrays in memory and frames from anywhere, as the embedded task has them.
 
     Args:
-        columns: "action" (N, A), and "observation.state", "observation.environment_state" (N, D) if there are.
+        columns: "action" (N, A); "observation.state", "observation.environment_state" (N, D) if any.
         lengths: frames of each episode; they add up to N.
         cameras: frame sources by key: picklable objects with shape (H, W), __len__ (N), get(row) -> (H, W, 3)
             uint8, cache_key() -> equal only for equal frames, optionally in_order(start, stop) -> frames.
@@ -217,8 +218,8 @@ def _finish(
     short, padded = train.padding()
     if padded > 0.5:
         train.notes.append(
-            f"warning: {padded:.0%} of the target steps are padding: {short} of {len(train_ids)} episodes are "
-            f"shorter than --policy.chunk-size={base.chunk_size}; a smaller one wastes less."
+            f"warning: {padded:.0%} of the target steps are padding: {short} of {len(train_ids)} episodes "
+            f"are shorter than --policy.chunk-size={base.chunk_size}; a smaller one wastes less."
         )
     return train, base.select(val_ids) if val_ids else None
 
@@ -280,7 +281,7 @@ class EpisodeDataset(Dataset):
 
     @property
     def features(self) -> tuple[dict, dict]:
-        """(inputs, outputs) in LeRobot's policy form: {"observation.state": {"type": "STATE", "shape": [14]}}."""
+        """(inputs, outputs) in LeRobot's form: {"observation.state": {"type": "STATE", "shape": [14]}}."""
         kinds = {STATE: "STATE", ENV_STATE: "ENV"}
         inputs: dict[str, dict] = {}
         for key in dict.fromkeys([*self.order, *kinds, *self.cameras]):
@@ -322,7 +323,7 @@ class EpisodeDataset(Dataset):
 
 
 def _new_frames(shape: tuple[int, ...]) -> Tensor:
-    """Uninitialised uint8; in a loader worker in the shared memory that it is sent through, to save a copy."""
+    """Uninitialised uint8; in a worker it lies in the shared memory that it is sent through."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared(math.prod(shape))
@@ -333,8 +334,8 @@ def _new_frames(shape: tuple[int, ...]) -> Tensor:
 class SampleOrder:
     """Which frame stands at position p of the run: a pure function of (seed, p), with nothing stored.
 
-    Epoch p // N has a permutation of [0, N) of its own: a Feistel network on the least power of two that holds
-    N, walked until it lands inside. Any p >= 0, N up to 2^62. Source: Black and Rogaway 2002, method 3.
+    Epoch p // N has a permutation of [0, N) of its own: a Feistel network on the least power of two that
+    holds N, walked until it lands inside. Any p >= 0, N up to 2^62. Source: Black and Rogaway 2002, method 3.
     """
 
     ROUNDS = 6
@@ -382,9 +383,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class TrainBatches(Dataset):
     """Item s is this rank's whole batch of loop step s: a pure function of s, so a resume just starts at s.
 
-    Step s takes the next batch_size * world_size positions of the order, and each rank its part. "num_valid" is
-    the count of unpadded action steps in the optimizer window of s, over all ranks and micro-batches, divided by
-    the number of (rank, micro-batch) pieces: the plain mean over pieces is then the undivided batch's loss.
+    Step s takes the next batch_size * world_size positions of the order, and each rank its part. "num_valid"
+    is the count of unpadded action steps in the optimizer window of s, over all ranks and micro-batches, over
+    the number of (rank, micro-batch) pieces: the mean over pieces is then the undivided batch's loss.
 
     Args:
         steps: the last step of the whole run + 1.
@@ -434,8 +435,8 @@ class TrainBatches(Dataset):
 
 
 class ValBatches(Dataset):
-    """Every sample exactly once over the ranks, in order. The last batches are filled up with the last sample at
-    "sample_weight" 0, so that shapes and the number of batches are the same on every rank."""
+    """Every sample exactly once over the ranks, in order. The last batches are filled up with the last sample
+    at "sample_weight" 0, so that shapes and the number of batches are the same on every rank."""
 
     def __init__(self, dataset, batch_size, rank, world_size) -> None:
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
@@ -465,14 +466,14 @@ def make_loader(
     """The batches of `batches.steps` in order, prepared by `num_workers` processes (0: by this one).
 
     Workers come from a server process that has torch imported and none of our threads and locks. They use one
-    thread each and ignore SIGINT, SIGTERM and SIGUSR1: who signals the whole process group (torchrun, Slurm, a
-    terminal) reaches the trainer, which ends them.
+    thread each and ignore SIGINT, SIGTERM and SIGUSR1: a signal to the whole process group (from torchrun,
+    Slurm, a terminal) is left to the trainer, which ends them.
 
     Raises:
         ValueError: the batches in flight do not fit into /dev/shm.
     """
-    plain: dict[str, Any] = {"batch_size": None, "sampler": batches.steps, "collate_fn": _same, "pin_memory": pin_memory}
-    plain["generator"] = torch.Generator()  # of its own, so that the global one is not drawn from
+    plain: dict[str, Any] = {"batch_size": None, "sampler": batches.steps, "collate_fn": _same}
+    plain |= {"pin_memory": pin_memory, "generator": torch.Generator()}  # so the global one is not drawn from
     if num_workers == 0:
         return DataLoader(batches, **plain)
     frame_bytes = sum(3 * math.prod(source.shape) for source in batches.dataset.cameras.values())
@@ -481,8 +482,8 @@ def make_loader(
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else need
     if need > free:
         raise DatasetError(
-            f"--num-workers={num_workers} needs {_size(need)} of /dev/shm on this node for batches in flight, and "
-            f"{_size(free)} are free; use fewer workers, or more of it (docker run --shm-size=8g)."
+            f"--num-workers={num_workers} needs {_size(need)} of /dev/shm on this node for its batches, "
+            f"and {_size(free)} are free; use fewer workers, or more of it (docker run --shm-size=8g)."
         )
     context = torch.multiprocessing.get_context(start_method)
     if start_method == "forkserver":
@@ -512,7 +513,7 @@ class _Loader(DataLoader):
 def _deaf_children() -> Iterator[None]:
     """Processes started inside ignore the signals from their first instruction on.
 
-    One that arrives meanwhile stays pending, since it is blocked, and reaches our own handler at the end (Linux).
+    One that arrives meanwhile stays pending, since it is blocked, and reaches our handler at the end (Linux).
     """
     resource_tracker.ensure_running()  # its start would unblock the signals (Python 3.11)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, WORKERS_IGNORE)
@@ -533,7 +534,7 @@ def _start_worker(worker: int) -> None:
 
 
 def to_device(loader: DataLoader, device: torch.device | str) -> "DeviceBatches":
-    """Iterator over the loader's batches on the device; its `waited_s` counts the seconds spent waiting for data."""
+    """Iterator over the loader's batches on the device; `waited_s` sums the time waited for data."""
     return DeviceBatches(loader, torch.device(device))
 
 
@@ -570,8 +571,8 @@ class DeviceBatches:
             )
             if re.search(shortage, str(error)):
                 raise RuntimeError(
-                    "the loader's workers ran out of /dev/shm or file handles; use fewer --num-workers, or more "
-                    "of it (docker run --shm-size=8g, ulimit -n 65536)."
+                    "the loader's workers ran out of /dev/shm or file handles; use fewer --num-workers, or "
+                    "more of it (docker run --shm-size=8g, ulimit -n 65536)."
                 ) from error
             raise
         self.waited_s += time.perf_counter() - before
@@ -583,7 +584,7 @@ class DeviceBatches:
 
 # ---- frame sources: where a camera's frames come from; rows count over the loaded episodes -----------------
 class VideoFrames:
-    """One camera's frames in videos, decoded on demand. A row's frame is known by file and pts, so exactly."""
+    """One camera's frames in videos, decoded on demand; a row's frame is known by file and pts."""
 
     thread_safe = True  # in_order opens a decoder of its own
 
@@ -603,8 +604,8 @@ class VideoFrames:
     def get(self, row: int) -> np.ndarray:
         """(H, W, 3) uint8"""
         if self._pid != os.getpid():
-            # Forked: file offsets are the parent's too, so open anew. The copies of its decoders are kept, since
-            # closing one waits for threads that only the parent has (PyAV 18).
+            # Forked: file offsets are the parent's too, so open anew. The copies of its decoders are kept,
+            # since closing one waits for threads that only the parent has (PyAV 18).
             self._forked, self._open, self._pid = self._open, OrderedDict(), os.getpid()
         number = int(self.file_of_row[row])
         decoder = self._open.pop(number, None) or _Decoder(self.files[number], self.keyframes[number])
@@ -686,7 +687,7 @@ class _Decoder:
 
 
 class EncodedFrames:
-    """Images stored inside parquet: their PNG or JPEG bytes lie in mapped files; get() decodes the one asked for."""
+    """Images stored inside parquet: their PNG or JPEG bytes lie in mapped files, and get() decodes one."""
 
     thread_safe = True
 
@@ -714,8 +715,8 @@ class EncodedFrames:
             )
         if image.dtype != torch.uint8 or tuple(image.shape[1:]) != tuple(self.shape):
             raise DatasetError(
-                f"{self.origin[number]}: an image is {tuple(image.shape[1:])} {image.dtype}, but meta/info.json "
-                f"says {tuple(self.shape)} and 8 bits are needed; correct the feature."
+                f"{self.origin[number]}: an image is {tuple(image.shape[1:])} {image.dtype}, but "
+                f"meta/info.json says {tuple(self.shape)} and 8 bits are needed; correct the feature."
             )
         return image.permute(1, 2, 0).numpy()
 
@@ -763,7 +764,7 @@ def _span_key(source: Any, start: int, stop: int) -> str:
 
 
 class CachedFrames:
-    """One camera's decoded frames in files of the frame cache, one an episode: raw uint8 (length, 3, H, W)."""
+    """One camera's decoded frames in the frame cache, one file an episode: raw uint8 (length, 3, H, W)."""
 
     def __init__(self, shape, num_rows: int, spans: list[tuple[int, int]], files: list[Path]) -> None:
         self.shape, self.num_rows, self.files = tuple(shape), num_rows, files
@@ -808,9 +809,9 @@ def cached(
     """Sources that read decoded frames from mapped files; missing files are made first, once on a node.
 
     A file holds one camera's frames of one episode, for the episodes that are used. Its name is a hash of the
-    frames' origin (the video's bytes, the frames' times) and size: a changed video or another resize never reads
-    wrong frames, and a copy of the data set reads the same ones. It is written under another name and renamed
-    when whole, so a killed build leaves nothing that could be used; a lock makes other processes wait and share.
+    frames' origin (the video's bytes, the frames' times) and size: a changed video or another resize never
+    reads wrong frames, and a copy of the data set reads the same ones. It is written under another name and
+    renamed when whole, so a killed build leaves nothing that is used; a lock makes others wait and share.
     """
     if not cameras or mode == "off":
         return cameras
@@ -828,8 +829,8 @@ def cached(
         free = shutil.disk_usage(folder).free
         if mode == "auto" and need > min(free / 2, AUTO_CACHE_GB * 1e9):
             notes.append(
-                f"warning: frames are decoded on demand, since their cache needs {_size(need)} and {folder} has "
-                f"{_size(free)} free; --dataset.cache disk forces it, --dataset.image-size makes it smaller."
+                f"warning: frames are decoded on demand, since their cache needs {_size(need)} and {folder} "
+                f"has {_size(free)} free; --dataset.cache disk forces it, --dataset.image-size shrinks it."
             )
             return cameras
         if need > free:
@@ -921,7 +922,7 @@ def _build(jobs: list[tuple[Path, Any, int, int]]) -> None:
 
 
 def _build_once(path: Path, write: Callable[[BinaryIO], None], wait: bool = True) -> bool:
-    """Make a file whole or not at all, by one of the processes that try. False: another is at it (wait=False).
+    """Make a file whole or not at all, by one of the processes that try. False: another is at it (not wait).
 
     The lock is the kernel's and on the unfinished file, so that it ends with the process that held it.
     """
@@ -996,8 +997,8 @@ def resolve_root(cfg: DatasetConfig) -> Path:
             return place
     if cfg.repo_id is None:
         raise DatasetError(
-            f"--dataset.root={cfg.root} holds no LeRobot data set (no meta/info.json); give the directory that "
-            "has meta/, data/ and videos/."
+            f"--dataset.root={cfg.root} holds no LeRobot data set (no meta/info.json); give the directory "
+            "that has meta/, data/ and videos/."
         )
     sentence = f"--dataset.repo-id={cfg.repo_id} is in none of {', '.join(str(place) for place in places)}"
     way = "copy it there, or use --dataset.root."
@@ -1011,7 +1012,7 @@ def resolve_root(cfg: DatasetConfig) -> Path:
 
 
 def _local_places(repo_id: str) -> list[Path]:
-    """Where LeRobot and the hub keep a data set: a directory of its name, or the newest snapshot of a cache."""
+    """Where LeRobot and the hub keep a data set: a directory of its name, or a cache's newest snapshot."""
     env = os.environ
     hf_home = Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     homes = [Path(home).expanduser() for home in (env.get("HF_LEROBOT_HOME"), hf_home / "lerobot") if home]
@@ -1134,8 +1135,8 @@ def _read_metadata(root: Path, findings: _Findings) -> _Metadata:
         info = _read_json(path)
         version = str(info["codebase_version"])
         if not re.fullmatch(r"v(3\.\d+|2\.[01])", version):
-            way = "convert it with LeRobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME"
-            way = f"{way} --root={root} --push-to-hub=false (v1 first with its convert_dataset_v1_to_v2)"
+            way = "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME"
+            way = f"convert it with LeRobot: {way} --root={root} --push-to-hub=false (v1 to v2.1 first)"
             way = "a newer version of this program is needed" if re.match(r"v([4-9]|\d\d)", version) else way
             raise DatasetError(
                 f"{path}: codebase_version is {version}; v3.0, v2.1 and v2.0 can be read, so {way}."
@@ -1205,7 +1206,7 @@ def _inside(root: Path, template: str, **values: Any) -> Path:
 
 
 def _check_order(path: Path, rows: list[dict], findings: _Findings) -> list[dict]:
-    """Rows of the episodes' metadata, sorted; their numbers must be 0, 1, 2 ... and their lengths positive."""
+    """Rows of the episodes' metadata, sorted: numbers must be 0, 1, 2 ... and lengths positive."""
     with _told(path):
         rows = sorted(rows, key=lambda row: row["episode_index"])
         for number, row in enumerate(rows):
@@ -1363,9 +1364,9 @@ def _to_numpy(column: Any, shape: list[int], where: str) -> np.ndarray:
         if lists == 0 and len(shape) == 1:
             fixed = types.is_fixed_size_list(values.type)
             sizes = np.full(count, values.type.list_size) if fixed else values.value_lengths().to_numpy()
-            for row in np.flatnonzero(sizes != width):
+            for short in np.flatnonzero(sizes != width):
                 raise DatasetError(
-                    f"{where} has {sizes[row]} values in row {row}, but meta/info.json says {width}."
+                    f"{where} has {sizes[short]} values in row {short}, not the {width} of info.json."
                 )
         values, lists = values.flatten(), lists + 1
     if values.null_count:
@@ -1374,7 +1375,7 @@ def _to_numpy(column: Any, shape: list[int], where: str) -> np.ndarray:
     array = values.to_numpy(zero_copy_only=False)
     if len(array) != count * width or array.dtype.kind not in "fiub":
         raise DatasetError(
-            f"{where} has {len(array)} {array.dtype} in {count} rows, but meta/info.json says {width} numbers a row."
+            f"{where} has {len(array)} {array.dtype} in {count} rows; meta/info.json says {width} a row."
         )
     return array.reshape(count, width) if lists or width > 1 else array
 
@@ -1422,7 +1423,7 @@ def _episode_rows(
             )
     grid = np.arange(length) / meta.fps
     off = np.nan_to_num(np.abs(part["timestamp"] - grid), nan=np.inf)
-    frame = int(off.argmax())
+    frame = off.argmax()
     if off[frame] > 0.01 / meta.fps:
         say = findings.problem if off[frame] > 0.5 / meta.fps else findings.doubt
         say(
@@ -1469,7 +1470,7 @@ def _image_shape(key: str, feature: dict, info: Path) -> tuple[int, int, int]:
 def _open_cameras(
     meta: _Metadata, rows: _Rows, cfg: DatasetConfig, findings: _Findings
 ) -> tuple[dict[str, Any], set[str]]:
-    """(frame sources, those with one channel): every row's frame is known, and one of each camera was decoded."""
+    """(frame sources, those with one channel): every row's frame is known, one of each camera decoded."""
     cameras: dict[str, Any] = {}
     gray: set[str] = set()
     if not cfg.tolerance_s > 0:
@@ -1537,7 +1538,7 @@ class _Scan:
 
 
 def _scan_video(path: Path, cache_dir: Path) -> _Scan:
-    """Frame times of a video from its packets, without decoding; kept in the cache folder for the next run."""
+    """Frame times of a video from its packets, without decoding; kept in the cache for the next run."""
     av = _import("av", "videos")
     stat = path.stat()
     memo = (
@@ -1573,8 +1574,8 @@ def _match_frames(
 ) -> np.ndarray:
     """Number of the video frame for each wanted time (s): the nearest, which must be within the tolerance.
 
-    An offset that all frames of an episode share, as from times summed in float32, is forgiven up to a tenth of
-    a frame, where it cannot choose another frame.
+    An offset that all frames of an episode share, as from times summed in float32, is forgiven up to a tenth
+    of a frame, where it cannot choose another frame.
     """
     times = scan.pts * scan.seconds
     after = np.searchsorted(times, wanted).clip(0, len(times) - 1)
@@ -1595,7 +1596,7 @@ def _match_frames(
 def _open_images(
     meta: _Metadata, rows: _Rows, key: str, shape: tuple[int, int], cfg: DatasetConfig, findings: _Findings
 ) -> EncodedFrames:
-    """Copy the encoded images of each parquet file into a file that can be mapped, once; know where each lies."""
+    """Copy the encoded images of each parquet file into one that can be mapped, once; where each lies."""
     folder = default_cache_dir(cfg.cache_dir)
     blobs: list[Path] = []
     file_of_row, start, size = (
@@ -1629,7 +1630,7 @@ def _open_images(
 
 
 def _write_images(file: BinaryIO, path: Path, key: str, root: Path) -> None:
-    """The images' bytes, padding to 8, then where they begin and end (rows + 1) and the number of rows, int64."""
+    """The images' bytes, padding to 8, then int64: where they begin and end (rows + 1), number of rows."""
     offsets = [0]
     with _told(path):
         for batch in _parquet(path).iter_batches(batch_size=64, columns=[key]):
@@ -1649,10 +1650,10 @@ def _statistics(
 ) -> tuple[dict[str, dict[str, Tensor]], str]:
     """The one set of statistics of a run: used in training, stored in the checkpoint, used at inference.
 
-    They are those of the episodes that are trained on. All episodes: meta/stats.json as it is, equal to LeRobot's.
-    A subset: computed anew from its rows, for cameras aggregated from the episodes' own. What is missing is
-    computed. 3-channel cameras get ImageNet's mean and std unless the flag says no. The std of a joint of state
-    or action is at least cfg.min_std.
+    They are those of the episodes that are trained on. All episodes: meta/stats.json as it is, equal to
+    LeRobot's. A subset: computed anew from its rows, for cameras aggregated from the episodes' own. What is
+    missing is computed. 3-channel cameras get ImageNet's mean and std unless the flag says no. The std of a
+    joint of state or action is at least cfg.min_std.
 
     Returns:
         ({key: {"mean", "std", "min", "max", "count", ...: float32}}, where from). Cameras: (3, 1, 1).
@@ -1674,12 +1675,13 @@ def _statistics(
             )
             stats[key] = stats[key] | {"std": np.maximum(stats[key]["std"], cfg.min_std)}
     for key, source in train.cameras.items():
-        entry = given.get(key) or _measure_frames(source, rows)
+        imagenet = cfg.use_imagenet_stats and key not in gray
+        entry = given.get(key) or ({} if imagenet else _measure_frames(source, rows))
         entry = {
             name: value.reshape(-1) if name == "count" else np.resize(value, (3, 1, 1))
             for name, value in entry.items()
         }
-        if cfg.use_imagenet_stats and key not in gray:
+        if imagenet:
             entry |= {name: np.array(value).reshape(3, 1, 1) for name, value in IMAGENET.items()}
         else:
             mean, std = (
@@ -1688,8 +1690,8 @@ def _statistics(
             )
             if min(mean) < 0 or max(mean) > 1 or min(std) < 0.02 or max(std) > 0.6:
                 train.notes.append(
-                    f"warning: the statistics of camera {key}, mean {mean} and std {std}, do not look like frames "
-                    "scaled to 0..1; correct them, or use --dataset.use-imagenet-stats."
+                    f"warning: the statistics of camera {key}, mean {mean} and std {std}, do not look like "
+                    "frames scaled to 0..1; correct them, or use --dataset.use-imagenet-stats."
                 )
         stats[key] = entry
     tensors = {
@@ -1733,8 +1735,9 @@ def _aggregate(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 def _measure(values: np.ndarray) -> dict[str, np.ndarray]:
     """Statistics over the first axis, in float64."""
     values = values.astype(np.float64)
-    found = {name: getattr(values, name)(axis=0) for name in ("min", "max", "mean", "std")}
-    quantiles = np.quantile(values, (0.01, 0.1, 0.5, 0.9, 0.99), axis=0)
+    with np.errstate(invalid="ignore"):  # NaN in, NaN out
+        found = {name: getattr(values, name)(axis=0) for name in ("min", "max", "mean", "std")}
+        quantiles = np.quantile(values, (0.01, 0.1, 0.5, 0.9, 0.99), axis=0)
     return (
         found | {"count": np.array([len(values)])} | dict(zip(("q01", "q10", "q50", "q90", "q99"), quantiles))
     )
@@ -1760,11 +1763,13 @@ def _compare(
             return [f"the statistics of {key} have no {name} of its shape; they are computed anew."], False
         scale = np.maximum(measured["std"], 1e-3 * np.abs(measured["mean"]) + 1e-6)
         off = np.nan_to_num(np.abs(entry[name] - measured[name]) / scale, nan=np.inf)
+        off[~np.isfinite(measured[name])] = 0  # NaN in the data has been told
         if off.max() > 0.01:
             j = int(off.argmax())
             wrong.append(
                 f"the {name} of {key}, joint {j} is {entry[name][j]:.6g} in the statistics and "
-                f"{measured[name][j]:.6g} in the data; python data.py check --fix-stats writes the right ones."
+                f"{measured[name][j]:.6g} in the data ({(off > 0.01).sum()} of {off.size} joints are off); "
+                "python data.py check --fix-stats writes the right ones."
             )
     return wrong, all(np.isfinite(entry[name]).all() for name in ("mean", "std", "min", "max"))
 
@@ -1773,7 +1778,7 @@ def _compare(
 def check_dataset(
     cfg: DatasetConfig, chunk_size: int = 100, fix_stats: bool = False
 ) -> tuple[list[str], list[str]]:
-    """(problems, warnings) of a whole data set, every video decoded; fix_stats writes meta/stats.fixed.json."""
+    """(problems, warnings) of a whole data set, every frame decoded."""
     findings = _Findings(strict=False)
     try:
         meta = _read_metadata(resolve_root(cfg), findings)
@@ -1789,23 +1794,24 @@ def check_dataset(
         if path not in known:
             findings.warn(f"{path} belongs to no episode.")
     fixed = {key: {name: v.tolist() for name, v in entry.items()} for key, entry in meta.stats.items()}
-    everything = np.arange(rows.spans[-1][1])
     for key, name in names.items():
         measured = _measure(rows.columns[name])
         wrong, usable = _compare(name, meta.stats.get(key), measured)
         if meta.stats and key not in meta.stats:
             wrong = [f"meta/stats.json has no statistics of {key}."]
-        for text in wrong:
-            findings.problem(f"{meta.root}: {text}")
         if wrong or not usable:
             fixed[key] = {n: v.tolist() for n, v in measured.items()}
-        for e, span, stored in zip(rows.ids, rows.spans, (meta.episode_stats(key)[e] for e in rows.ids)):
-            for text in _compare(name, stored or None, _measure(rows.columns[name][slice(*span)]))[0][:1]:
-                findings.problem(f"{meta.root}: episode {e}: {text}")
+        with findings.reading(meta.root, f"the statistics of {key} by episode"):
+            by_episode = meta.episode_stats(key)
+            for e, span in zip(rows.ids, rows.spans):
+                off, _ = _compare(name, by_episode[e] or None, _measure(rows.columns[name][slice(*span)]))
+                wrong += [f"episode {e}: {text}" for text in off[:1]]
+        for text in wrong:
+            findings.problem(f"{meta.root}: {text}")
         for j in np.flatnonzero(measured["std"] < cfg.min_std):
             findings.warn(f"{key}, joint {j} is constant or nearly so (std {measured['std'][j]:.2g}).")
     for key, source in cameras.items():
-        progress = _Progress(f"decoding {key}", len(everything))
+        progress = _Progress(f"decoding {key}", len(source))
         for e, span in zip(rows.ids, rows.spans):
             if source.file_of_row[span[0]] >= 0:
                 with findings.reading(meta.root, f"episode {e} of camera {key}"):
@@ -1813,23 +1819,20 @@ def check_dataset(
                         progress.add(1)
         progress.close()
         with findings.reading(meta.root, f"the statistics of camera {key}"):
-            measured = _measure_frames(source, everything[source.file_of_row >= 0])
-            stored = meta.stats.get(key, {})
-            mean, std = (np.resize(stored.get(name, np.nan), (3, 1, 1)) for name in ("mean", "std"))
-            close = (
-                (np.abs(mean - measured["mean"]) < 0.1)
-                & (std < 2 * measured["std"])
-                & (measured["std"] < 2 * std)
-            )
-            if meta.stats and not close.all():
+            measured = _measure_frames(source, np.flatnonzero(source.file_of_row >= 0))
+            stored = {name: np.resize(v, (3, 1, 1)) for name, v in meta.stats.get(key, {}).items()}
+            if meta.stats and not {"mean", "std"} <= set(stored):
+                raise DatasetError(f"{meta.root}: meta/stats.json has no mean and std of camera {key}.")
+            ratio = stored["std"] / measured["std"] if stored else np.ones(3)
+            far = bool(stored) and np.abs(stored["mean"] - measured["mean"]).max() > 0.1
+            if far or abs(np.log2(ratio)).max() > 1:
                 fixed[key] = {n: v.tolist() for n, v in measured.items()}
-                numbers = ", ".join(
-                    f"{v.reshape(-1).round(4).tolist()}"
-                    for v in (mean, std, measured["mean"], measured["std"])
+                text = "; ".join(
+                    f"{n} {stored[n].reshape(-1).round(4).tolist()} in the statistics and "
+                    f"{measured[n].reshape(-1).round(4).tolist()} in the frames"
+                    for n in ("mean", "std")
                 )
-                findings.problem(
-                    f"{meta.root}: mean and std of camera {key} in the statistics, then in its frames: {numbers}."
-                )
+                findings.problem(f"{meta.root}: camera {key} has {text}.")
     lengths = np.array([stop - start for start, stop in rows.spans])
     if (lengths < chunk_size).any():
         which = ", ".join(str(rows.ids[i]) for i in np.flatnonzero(lengths < chunk_size)[:20])
@@ -1860,7 +1863,7 @@ def main() -> int:
         Args:
             cfg: Where the data set is, and how it would be trained on.
             chunk_size: Steps of an action chunk, for the share of padding.
-            fix_stats: Write statistics computed from the data into meta/stats.fixed.json, beside the old ones.
+            fix_stats: Write meta/stats.fixed.json, with what was wrong computed from the data.
         """
         problems, warnings = check_dataset(cfg, chunk_size, fix_stats)
         print(*(f"problem: {text}" for text in problems), *warnings, sep="\n")
