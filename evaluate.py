@@ -188,30 +188,32 @@ def evaluate_in_training(
     step: int,
     samples: dict[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Roll out, and leave pictures and report.html in the run directory (rank 0).
+    """Roll out where there is an environment; leave pictures and report.html in the run directory (rank 0).
 
     Collective: call on every rank; each rolls out its share, all get the result.
 
     Args:
         policy: whole on every rank (a gathered copy where the training's is sharded).
-        samples: a batch of data set frames with their true actions, to compare predictions with; None: the
-            expert's where there is one.
+        samples: a batch of data set frames with their true actions, to compare predictions with (see
+            `spread_out`); None: the expert's where there is one.
     Returns:
         "success_rate" with its 95 % interval "success_low" and "success_high", "episode_steps", and what else
-        the environment counts.
+        the environment counts; nothing without an environment.
     """
     with dist.raise_together(cluster):
         share = evaluate_share(policy, cfg, cluster.device, cluster.rank, cluster.world_size, filmed=1)
     if cluster.world_size > 1:
         shares: list[Any] = [None] * cluster.world_size
         torch.distributed.all_gather_object(shares, [replace(e, frames=[]) for e in share])
-        film = share[0].frames if cluster.is_main else []
+        film = [e.frames for e in share[:1]]
         share = sorted((e for part in shares for e in part), key=lambda e: e.seed)
-        share[0].frames = film  # rank 0 has the first seed
+        for episode, frames in zip(share, film if cluster.is_main else []):
+            episode.frames = frames  # rank 0 has the first seed
     results = summarize(share)
     with dist.raise_together(cluster):
         if cluster.is_main:
-            print(f"step {step}: {sentence(cfg, results)}", flush=True)
+            if share:
+                print(f"step {step}: {sentence(cfg, results)}", flush=True)
             if samples is None:
                 samples = expert_samples(policy, cfg.env)
             directory = Path(run_dir) / "eval" / f"{step:06d}"
@@ -230,10 +232,12 @@ def evaluate_share(
     world_size: int = 1,
     filmed: int = 0,
 ) -> list[Episode]:
-    """This rank's episodes: every world_size-th seed. Nothing is communicated."""
+    """This rank's episodes: every world_size-th seed, none without --env. Nothing is communicated."""
+    if cfg.env is None:
+        return []
     seeds = range(cfg.seed, cfg.seed + cfg.episodes)[rank::world_size]
     return rollout(
-        policy, cfg.env or "sim", seeds, device, n_action_steps=cfg.n_action_steps,
+        policy, cfg.env, seeds, device, n_action_steps=cfg.n_action_steps,
         temporal_ensemble_coeff=cfg.temporal_ensemble_coeff, batch_size=cfg.batch_size,
         filmed=filmed, progress=rank == 0,
     )  # fmt: skip
@@ -356,6 +360,8 @@ def _camera_of(policy: model_act.ACTPolicy, env_name: str) -> tuple[str | None, 
 
 def summarize(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Success rate with its 95 % interval, mean length, and the rate of every yes-or-no detail."""
+    if not episodes:
+        return {}
     count = len(episodes)
     won = sum(e.success for e in episodes)
     low, high = wilson(won, count)
@@ -427,6 +433,11 @@ def expert_samples(
             row[camera] = sim.render(shown["scene"][at], height, width).transpose(2, 0, 1)
         rows.append(row)
     return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
+
+
+def spread_out(dataset: Any, count: int = 24) -> dict[str, Tensor]:
+    """A batch of `count` frames at even distances in a data.EpisodeDataset, with their true actions."""
+    return dataset.get_batch(np.linspace(0, len(dataset) - 1, count).round().astype(np.int64))
 
 
 @dataclass
@@ -683,14 +694,16 @@ def write_report(run_dir: Path, title: str) -> Path:
     """
     found = [run_dir / "episodes.json", *sorted(run_dir.glob("eval/*/episodes.json"))]
     evaluations = [(path.parent, json.loads(path.read_text())) for path in found if path.is_file()]
-    curves = curves_svg(read_metrics(run_dir / "metrics.jsonl"), [content for _, content in evaluations])
+    rolled_out = [(path, content) for path, content in evaluations if content["rows"]]
+    curves = curves_svg(read_metrics(run_dir / "metrics.jsonl"), [content for _, content in rolled_out])
     if curves:
         (run_dir / "curves.svg").write_text(curves)
     parts = [f"<h1>{html.escape(title)}</h1>"]
     if curves:
         parts += ["<h2>Curves</h2>", _inline(curves)]
+    if rolled_out:
+        parts += ["<h2>Rollouts</h2>", _evaluation_table(run_dir, rolled_out)]
     if evaluations:
-        parts += ["<h2>Rollouts</h2>", _evaluation_table(run_dir, evaluations)]
         directory, last = evaluations[-1]
         if last.get("warning"):
             parts.append(f'<p class="warning">Warning: {html.escape(last["warning"])}</p>')

@@ -12,6 +12,7 @@ import torch
 from ranks import run_ranks
 
 import ckpt
+import data
 import dist
 import evaluate
 import model_act
@@ -410,6 +411,21 @@ def test_the_report_shows_curves_and_rollouts_and_asks_the_network_for_nothing(t
     assert "0 of 2 = 0%" in page and page.count('src="data:image/png;base64,') == 1 == page.count("src=")
     links = re.findall('href="([^"]+)"', page)
     assert len(links) == 6 and all((tmp_path / link).is_file() for link in links)
+
+
+def test_without_an_environment_the_pictures_come_from_data_set_frames(tmp_path):
+    policy = small_policy()
+    shown = sim.Demonstrations(2, 0, *IMAGE)
+    dataset, _ = data.open_columns(
+        data.DatasetConfig(cache="off"), 100, shown.columns, shown.lengths.tolist(), 50, shown.cameras
+    )
+    samples = evaluate.spread_out(dataset, count=5)
+    cfg = evaluate.EvalConfig(env=None)
+    assert evaluate.evaluate_in_training(policy, cfg, alone_on(), tmp_path, 10, samples) == {}
+    page = (tmp_path / "report.html").read_text()
+    assert "Rollouts" not in page and "A predicted chunk" in page and "predicted  target" in page
+    true = dataset.get_batch(np.array([round((len(dataset) - 1) / 4)]))
+    assert torch.equal(samples["action"][1], true["action"][0])
 
 
 def test_a_run_without_anything_to_show_has_a_report_all_the_same(tmp_path):
