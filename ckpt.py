@@ -1,17 +1,18 @@
-"""Checkpoints in LeRobot's tree: written whole or not at all, resumed on any layout. Needs torch, safetensors, numpy.
+"""Checkpoints in LeRobot's tree: written whole or not at all, resumed on any layout (torch, safetensors).
 
-    RUN/checkpoints/005000/pretrained_model/  config.json, train_config.json, policy_{pre,post}processor*,
-                                              model.safetensors and / or pytorch_model_fsdp_0/ (DCP shards), or
-                                              adapter_model.safetensors + adapter_config.json
-    RUN/checkpoints/005000/training_state/    training_step.json, rng_state*.safetensors, run_config.json,
-                                              optimizer_state.safetensors + optimizer_param_groups.json, or optimizer_0/,
-                                              optimizer_names.json, scheduler_state.json, scaler_state.json, checksums.json
     RUN/checkpoints/last -> 005000
+    RUN/checkpoints/005000/pretrained_model/
+        config.json  train_config.json  policy_preprocessor*  policy_postprocessor*
+        model.safetensors and / or pytorch_model_fsdp_0/ (DCP shards); adapter_* where adapters train
+    RUN/checkpoints/005000/training_state/
+        training_step.json  run_config.json  rng_state*.safetensors  scheduler_state.json  scaler_state.json
+        optimizer_state.safetensors + optimizer_param_groups.json (unsharded) or optimizer_0/ (DCP shards)
+        optimizer_names.json  checksums.json
 
 Saving (every rank makes every call):
 
-    writer = CheckpointWriter(run_dir, checkpoint_format="safetensors", keep_last=3, async_save=True, sharded=False)
-    pause_s = writer.save(step, policy=policy, optimizer=optimizer, state=..., ...)     # CheckpointError: train on
+    writer = CheckpointWriter(run_dir, checkpoint_format="safetensors", keep_last=3, async_save=True)
+    pause_s = writer.save(step, policy=policy, optimizer=optimizer, ...)     # CheckpointError: train on
     writer.poll()        # every step: raises CheckpointError if the save in the background failed
     writer.wait()        # before the end
 
@@ -23,12 +24,13 @@ Resuming (no call communicates, each rank reads its own part):
     load_weights(step_dir, policy, resume=True)              # plain, compiled, DDP or FSDP2 / HSDP
     state = load_training_state(step_dir, policy, optimizer, scheduler, scaler)
 
-A checkpoint is written under checkpoints/.tmp-005000, flushed, and appears by one rename; then `last` is replaced.
-Nothing that is read is ever unpickled into more than tensors, numbers and DCP's own metadata classes.
+A checkpoint is written under checkpoints/.tmp-005000, flushed, and appears by one rename; then `last` is
+replaced. Reading never executes anything: the pickles inside DCP's files may hold tensors, plain values and
+DCP's own metadata classes only.
 
 As a command:
 
-    python ckpt.py convert --checkpoint-dir RUN/checkpoints/last [--delete-dcp] [--dtype bfloat16] [--push-to-hub USER/NAME]
+    python ckpt.py convert --checkpoint-dir RUN/checkpoints/last [--delete-dcp] [--dtype bfloat16]
     python ckpt.py show --checkpoint-dir RUN/checkpoints/last
 """
 
@@ -52,7 +54,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -97,8 +99,8 @@ STATS_OF_MODE = {
     "QUANTILE10": ("q10", "q90"),
     "IDENTITY": (),
 }
-# Hyper-parameters of a group that a checkpoint restores. fused, foreach, capturable and differentiable say how
-# this process computes, and stay as they are.
+# Hyper-parameters of a group that a checkpoint restores; the others (fused, foreach, ...) say how this
+# process computes, and stay as they are.
 GROUP_SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "initial_lr")
 
 log = logging.getLogger(__name__)
@@ -140,7 +142,7 @@ class CheckpointWriter:
         """Step of the newest checkpoint that this writer has on disk."""
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self._group = None
+        self._group: Any = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -205,7 +207,7 @@ class CheckpointWriter:
             raise failure
 
     def wait(self) -> None:
-        """Return when the save in the background is on disk; raise its failure. Call it before the process ends."""
+        """Return when the save in the background is on disk; raise its failure."""
         self._join()
         self.poll()
 
@@ -220,8 +222,7 @@ class CheckpointWriter:
         """Collective: everything that the save will write, in host memory where training would change it."""
         module = unwrap(policy)
         is_main = self.rank == 0
-        total_steps = run_config.get("steps") or 0
-        content = _Content(name=f"{step:0{max(6, len(str(total_steps)))}d}", step=step)
+        content = _Content(_step_name(step, run_config), step)
         parallelism = {"dp_replicate": self.world_size, "dp_shard": 1, **state.get("parallelism", {})}
         parallelism = {k: parallelism[k] for k in ("dp_replicate", "dp_shard")}
         train_config = lerobot_train_config(
@@ -327,24 +328,26 @@ class CheckpointWriter:
         except CheckpointError as error:
             if main:
                 shutil.rmtree(tmp, ignore_errors=True)
+            last = _read_pointer(self.checkpoints / "last") or "there is none"
             raise CheckpointError(
-                f"The checkpoint of step {content.step} was not written to {self.checkpoints}: {error} "
-                f"The previous one ({_read_pointer(self.checkpoints / 'last') or 'there is none'}) is as it was."
+                f"The checkpoint of step {content.step} was not written to {self.checkpoints}: "
+                f"{str(error).rstrip('.')}. The previous one ({last}) is as it was."
             ) from None
         self.last_published = content.step
         if main:
-            self._retain(content.name)
+            self._retain_or_warn(content.name)
 
     def _together(self, work: Callable[[], None]) -> None:
-        error = None
+        """Collective: do it, and raise the same CheckpointError everywhere if it failed anywhere."""
+        failure = None
         try:
             work()
-        except (Exception, CheckpointException) as caught:
-            error = _sentence(caught)
-        errors = self._gather(error)
-        first = next((rank for rank, text in enumerate(errors) if text), None)
-        if first is not None:
-            raise CheckpointError(errors[first] if self.world_size == 1 else f"rank {first}: {errors[first]}")
+        except CheckpointException as caught:  # DCP's: every rank gets it; no Exception (torch 2.14)
+            failure = (next(iter(caught.failures)), _sentence(caught))
+        except Exception as caught:
+            failure = (self.rank, _sentence(caught))
+        for rank, text in filter(None, self._gather(failure)):
+            raise CheckpointError(text if self.world_size == 1 else f"rank {rank}: {text}")
 
     def _gather(self, value: Any) -> list:
         if self._group is None:
@@ -407,26 +410,25 @@ class CheckpointWriter:
         if tmp.exists():
             _remove(tmp)
 
-    def _retain(self, newest: str) -> None:
-        """Delete what --keep-last no longer keeps: whole checkpoints of this run directory, and nothing else."""
-        if self.keep_last is None:
-            return
+    def _retain_or_warn(self, newest: str) -> None:
+        try:
+            if self.keep_last is not None:
+                self._retain(newest, self.keep_last)
+        except (OSError, ValueError) as error:
+            log.warning("--keep-last could not delete old checkpoints: %s", error)
+
+    def _retain(self, newest: str, keep_last: int) -> None:
+        """Delete whole checkpoints of this run directory beyond the newest `keep_last`, and nothing else."""
         run_id = (self.checkpoints / RUN_ID).read_text()
-        pointed = {_read_pointer(p) for p in self.checkpoints.iterdir() if not p.name.startswith(".")}
+        pointed = {_read_pointer(path) for path in self.checkpoints.iterdir()}  # last, best, and yours
         mine = [
             path
             for path, problems in find_checkpoints(self.checkpoints)
-            if not problems and _training_step(path).get("run_id") == run_id
+            if not problems and path.name != newest and _training_step(path).get("run_id") == run_id
         ]
-        others = [path for path in mine if path.name != newest]
-        for path in others[: max(0, len(others) - (self.keep_last - 1))]:
+        for path in mine[: max(0, len(mine) - (keep_last - 1))]:
             if path.name not in pointed:
-                try:
-                    trash = self.checkpoints / f".trash-{path.name}"
-                    os.rename(path, trash)
-                    shutil.rmtree(trash)
-                except OSError as error:
-                    log.warning("--keep-last could not delete %s: %s", path, error)
+                _remove(path)
 
 
 @dataclass
@@ -450,8 +452,8 @@ def check_flags(checkpoint_format: str, sharded: bool, keep_last: int | None) ->
         )
     if checkpoint_format != "safetensors" and not sharded:
         raise ValueError(
-            f"--checkpoint-format={checkpoint_format} needs a sharded run (--parallelism.dp-shard other than 1); "
-            "other runs write safetensors."
+            f"--checkpoint-format={checkpoint_format} needs a sharded run (--parallelism.dp-shard other than "
+            "1); other runs write safetensors."
         )
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"--keep-last={keep_last} would delete every checkpoint; use 1 or more.")
@@ -463,6 +465,10 @@ def unwrap(policy: nn.Module) -> nn.Module:
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
     return inner
+
+
+def _step_name(step: int, run_config: dict) -> str:
+    return f"{step:0{max(6, len(str(run_config.get('steps') or 0)))}d}"
 
 
 def _clean(name: str) -> str:
@@ -482,12 +488,13 @@ def _gathered(tensor: Tensor, keep: bool) -> Tensor | None:
     if isinstance(tensor, DTensor):
         if tensor.device.type != tensor.device_mesh.device_type:  # FSDP's CPU offload
             tensor = tensor.to(tensor.device_mesh.device_type)
-        tensor = tensor.detach().full_tensor()
+        tensor = cast(DTensor, tensor.detach()).full_tensor()
     return _host_copy(tensor) if keep else None
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    # A gathered tensor may be a view of a padded buffer, and channels_last is not contiguous: safetensors refuses both.
+    # A gathered tensor may be a view of a padded buffer, and channels_last is not contiguous: safetensors
+    # refuses both. Tied tensors become two copies, which load back into the tie.
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -496,7 +503,7 @@ def _master(tensor: Tensor) -> Tensor:
 
 
 def _group_settings(group: dict, scheduled: bool) -> dict:
-    """A group of AdamW with the keys and types that LeRobot's strict reader expects, whatever kernel runs here."""
+    """A group of AdamW with the keys and types that LeRobot's strict reader expects, whatever the kernel."""
     settings = {
         "lr": float(group["lr"]),
         "betas": [float(b) for b in group["betas"]],
@@ -521,7 +528,7 @@ RNG_EXTRA = ("py_rng_gauss", "np_rng_cached_gaussian_f64")
 
 def _rng_state() -> dict[str, Tensor]:
     version, internal, gauss = random.getstate()
-    _, values, index, has_gauss, cached = np.random.get_state(legacy=True)
+    _, values, index, has_gauss, cached = cast(tuple, np.random.get_state(legacy=True))
     state = {
         "py_rng_version": torch.tensor([version]),
         "py_rng_state": torch.tensor(internal, dtype=torch.int64),
@@ -676,7 +683,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(error: BaseException) -> str:
-    """One line for an error of the file system, of safetensors or of DCP, whose own text is a traceback."""
+    """One line for an error of the file system, of safetensors or of DCP (whose own text is a traceback)."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = " ".join(str(error).split()) or type(error).__name__
@@ -737,8 +744,10 @@ def load_policy_files(path: str | os.PathLike) -> tuple[dict, dict[str, dict[str
     for key in ("input_features", "output_features"):
         if not isinstance(config, dict) or not isinstance(config.get(key), dict):
             raise ValueError(f"{model_dir / 'config.json'} has no {key}; it is not a policy's configuration.")
-    _verify(model_dir.parent, [model_dir / "config.json"])
-    return config, _load_stats(model_dir, config)
+    _verify(model_dir.parent, sorted(model_dir.glob("*.json")))
+    stats = _load_stats(model_dir, config)
+    _verify(model_dir.parent, sorted(model_dir.glob("*processor*.safetensors")))
+    return config, stats
 
 
 def load_weights(
@@ -766,7 +775,7 @@ def load_weights(
         _check(source, wanted, {key: tuple(value.shape) for key, value in full.items()})
         with torch.no_grad():
             for key, target in wanted.items():
-                _copy_part(target, lambda rows, key=key: full[key][rows])
+                _copy_part(target, full[key].__getitem__)
         return
     prefix = "model." if source.is_dir() else ""
     found = {
@@ -800,7 +809,8 @@ def load_training_state(
     step_dir = _model_dir(path).parent
     training = step_dir / TRAINING
     state = _training_step(step_dir)
-    _verify(step_dir, [p for p in training.iterdir() if p.suffix == ".json" and p.name != CHECKSUMS])
+    later = (CHECKSUMS, OPTIMIZER, OPTIMIZER_SHARDS, MASTER_WEIGHTS)
+    _verify(step_dir, [p for p in training.iterdir() if p.name not in later])
     if not isinstance(state.get("samples_seen"), int):
         state["samples_seen"] = (
             state["step"] * (state.get("batch_size") or 0) * (state.get("dp_world_size") or 1)
@@ -812,8 +822,6 @@ def load_training_state(
     if scheduler is not None and saved.is_file():
         _load_scheduler(saved, scheduler)
         state["scheduler_restored"] = True
-    elif saved.is_file():
-        log.warning("%s is not used: this run has no learning-rate schedule.", saved)
     saved = training / "scaler_state.json"
     if scaler is not None and saved.is_file():
         scaler.load_state_dict(_read_json(saved))
@@ -893,7 +901,7 @@ def _shapes(source: Path) -> dict[str, tuple]:
 
 
 def _read_into(source: Path, targets: dict[str, Tensor]) -> None:
-    """Copy stored tensors into live ones, sharded or not. Each rank reads on its own, to host memory first."""
+    """Copy stored tensors into live ones, sharded or not; each rank reads its part, to host memory first."""
     with torch.no_grad():
         if source.is_dir():
             _read_shards(source, {key: target.detach() for key, target in targets.items()})
@@ -903,7 +911,7 @@ def _read_into(source: Path, targets: dict[str, Tensor]) -> None:
                 if target.ndim == 0:
                     target.copy_(file.get_tensor(key))
                 else:
-                    _copy_part(target, lambda rows, key=key: file.get_slice(key)[rows])
+                    _copy_part(target, file.get_slice(key).__getitem__)
 
 
 def _copy_part(target: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
@@ -973,8 +981,6 @@ def _load_stats(model_dir: Path, config: dict) -> dict[str, dict[str, Tensor]]:
                     f"{source} has no {key}.{stat}, and {key} is normalised by {mode}: acting on raw values "
                     "would fail without a word; restore the statistics."
                 )
-    if source.suffix == ".safetensors":
-        _verify(model_dir.parent, [source])
     return stats
 
 
@@ -1103,12 +1109,15 @@ def _open_optimizer(training: Path, module: nn.Module) -> _SavedOptimizer:
     source = training / OPTIMIZER
     groups, shapes = _read_json(training / OPTIMIZER_GROUPS), _shapes(source)
     counts = [len(group["params"]) for group in groups]
-    orders = [ours["groups"]] if ours else _lerobot_orders(module, len(groups))
+    if groups and all(isinstance(p, str) for group in groups for p in group["params"]):
+        orders = [[group["params"] for group in groups]]  # LeRobot 0.6.1 under FSDP
+    else:
+        orders = [ours["groups"]] if ours else _lerobot_orders(module, len(groups))
     order = next((names for names in orders if [len(n) for n in names] == counts), None)
     if order is None:
         raise ValueError(
-            f"{training / OPTIMIZER_GROUPS} has groups of {' + '.join(map(str, counts))} parameters, this policy of "
-            f"{' + '.join(str(len(n)) for n in orders[0])}; the optimizer state is another policy's."
+            f"{training / OPTIMIZER_GROUPS} has groups of {' + '.join(map(str, counts))} parameters, this "
+            f"policy of {' + '.join(str(len(n)) for n in orders[0])}; it is another policy's."
         )
     name_of = {str(i): n for group, names in zip(groups, order) for i, n in zip(group["params"], names)}
     for key in shapes:
@@ -1119,7 +1128,7 @@ def _open_optimizer(training: Path, module: nn.Module) -> _SavedOptimizer:
 
 
 def _lerobot_orders(module: nn.Module, group_count: int) -> list[list[list[str]]]:
-    """The names behind LeRobot's indices: with its preset backbone last in a group of its own, else one group."""
+    """The names behind LeRobot's indices: the backbone last in a group of its own, or all in one group."""
     orders = []
     for trained_only in (False, True):
         names = [_clean(n) for n, p in module.named_parameters() if p.requires_grad or not trained_only]
@@ -1146,7 +1155,7 @@ def _load_scheduler(path: Path, scheduler: Any) -> None:
 
 
 def _load_rng(training: Path) -> None:
-    """This rank's random state. Ranks that the saved run did not have keep the state they were seeded with."""
+    """This rank's random state. Ranks that the saved run did not have keep what they were seeded with."""
     rank = int(os.environ.get("RANK", "0")) if not dist.is_initialized() else dist.get_rank()
     source = training / "rng_state_ranks.safetensors"
     prefix = f"rank{rank}."
@@ -1158,7 +1167,6 @@ def _load_rng(training: Path) -> None:
         state = {k.removeprefix(prefix): file.get_tensor(k) for k in file.keys() if k.startswith(prefix)}  # noqa: SIM118
     if not state:
         return
-    _verify(training.parent, [source])
     try:
         gauss = float(state.get("py_rng_gauss", torch.tensor([math.nan])))
         internal = tuple(state["py_rng_state"].tolist())
@@ -1312,33 +1320,33 @@ def resolve_resume(path: str | os.PathLike, output_dir: str | os.PathLike | None
         ValueError: nothing to resume there, or what was named is torn; lists the checkpoints found.
     """
     if str(path) == "auto":
-        checkpoints = Path(output_dir or ".") / "checkpoints"
-        return _newest(checkpoints) if checkpoints.is_dir() else None
-    path = Path(path)
-    if path.name == "train_config.json" and path.is_file():
-        path = path.parent
-    if path.name == MODEL and path.is_dir():
-        path = path.parent
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    is_checkpoints = path.is_dir() and any(_is_step(p) or p.name == "last" for p in path.iterdir())
-    pointed = _read_pointer(path) if path.is_symlink() or path.is_file() else None
-    if (is_checkpoints and not (path / MODEL).is_dir()) or (path.name == "last" and path.parent.is_dir()):
-        checkpoints = path if is_checkpoints and not (path / MODEL).is_dir() else path.parent
-        newest = _newest(checkpoints)
-        if newest is not None:
-            return newest
-    elif pointed is not None and (path.parent / pointed).is_dir():
-        path = path.parent / pointed
-    if (path / MODEL).is_dir() or (path / TRAINING).is_dir():
-        problems = checkpoint_problems(path)
+        checkpoints = None if output_dir is None else Path(output_dir) / "checkpoints"
+        return _newest(checkpoints) if checkpoints and checkpoints.is_dir() else None
+    place = Path(path)
+    for name in ("train_config.json", MODEL):
+        place = place.parent if place.name == name and place.exists() else place
+    if (place / "checkpoints").is_dir():
+        place = place / "checkpoints"
+    pointed = _read_pointer(place)
+    target = place if pointed is None else place.parent / pointed
+    problems = ["it does not exist"]
+    if (target / MODEL).is_dir() or (target / TRAINING).is_dir():
+        problems = checkpoint_problems(target)
         if not problems:
-            return path
-        raise ValueError(f"--resume {path} is not a whole checkpoint: {problems[0]}. {_found_near(path)}")
-    raise ValueError(
-        f"--resume {path} is no checkpoint: give a run directory, its checkpoints/, a step directory, `last`, "
-        f"pretrained_model/ or train_config.json. {_found_near(path)}"
-    )
+            return target
+    is_last = place.name == "last"
+    if is_last and pointed is not None:
+        _warn_once(f"{place} leads to {pointed}, which is not whole: {problems[0]}.")
+    elif target.is_dir() and problems != ["it does not exist"]:
+        raise ValueError(f"{target} is not a whole checkpoint: {problems[0]}. {_found_near(target)}")
+    folder = place.parent if is_last else place
+    newest = _newest(folder) if folder.is_dir() else None
+    if newest is None:
+        raise ValueError(
+            f"{path} is no checkpoint; give a run directory, its checkpoints/, a step directory, `last`, "
+            f"pretrained_model/ or train_config.json. {_found_near(place)}"
+        )
+    return newest
 
 
 def run_dir_of(step_dir: Path) -> Path:
@@ -1373,11 +1381,15 @@ def checkpoint_problems(step_dir: Path) -> list[str]:
             return read(path)
         except ValueError as error:
             problems.append(str(error).rstrip("."))
+            return None
 
     attempt(lambda _: _training_step(step_dir), training)
     for name in ("config.json", "train_config.json"):
         attempt(_read_json, model_dir / name)
-    for side in ("pre", "post"):
+    legacy = (model_dir / WEIGHTS).is_file() and not (model_dir / "policy_preprocessor.json").exists()
+    if legacy:  # LeRobot before 0.4
+        legacy = any(map(LEGACY_BUFFER.match, attempt(_shapes, model_dir / WEIGHTS) or ()))
+    for side in () if legacy else ("pre", "post"):
         processor = attempt(_read_json, model_dir / f"policy_{side}processor.json")
         for step in processor.get("steps", []) if isinstance(processor, dict) else []:
             if isinstance(step, dict) and step.get("state_file"):
@@ -1385,7 +1397,7 @@ def checkpoint_problems(step_dir: Path) -> list[str]:
     attempt(_shapes, training / "rng_state.safetensors")
     weights = [f for f in (WEIGHTS, ADAPTER, WEIGHT_SHARDS) if (model_dir / f).exists()]
     if not weights:
-        problems.append(f"{model_dir} has no weights")
+        problems.append(f"{model_dir} has neither {WEIGHTS}, {ADAPTER} nor {WEIGHT_SHARDS}")
     for source in [model_dir / f for f in weights] + [training / OPTIMIZER_SHARDS]:
         if source.is_dir():
             problems += shard_problems(source)
@@ -1399,12 +1411,9 @@ def checkpoint_problems(step_dir: Path) -> list[str]:
             attempt(_read_json, training / name)
     record = training / CHECKSUMS
     if not problems and record.exists():
-        replaced = {
-            f"{MODEL}/{WEIGHT_SHARDS}",
-            f"{MODEL}/{WEIGHTS}",
-        }  # conversion may trade one for the other
+        replaced = (f"{MODEL}/{WEIGHT_SHARDS}", f"{MODEL}/{WEIGHTS}")  # conversion trades one for the other
         for name in _read_json(record):
-            if not (step_dir / name).exists() and not any(name.startswith(r) for r in replaced):
+            if not (step_dir / name).exists() and not name.startswith(replaced):
                 problems.append(f"{step_dir / name} does not exist")
     return problems
 
@@ -1433,7 +1442,7 @@ def _warn_once(text: str) -> None:
 
 
 def _found_near(path: Path) -> str:
-    for place in (path, path / "checkpoints", *list(path.parents)[:3], path.parent / "checkpoints"):
+    for place in (path, *list(path.parents)[:2], path.parent / "checkpoints"):
         whole = [p for p, problems in find_checkpoints(place) if not problems]
         if whole:
             return f"Whole checkpoints in {place}: {', '.join(p.name for p in whole)}."
@@ -1442,208 +1451,159 @@ def _found_near(path: Path) -> str:
 
 # ------------------------------------------------------------------------- LeRobot's train_config.json
 
-# Of LeRobot 0.6.1. What 0.6.2 added (below) is written only where it differs from its default, because each
-# version refuses keys that it does not know.
-LEROBOT_DEFAULTS: dict[str, Any] = {
-    "dataset": {
-        "repo_id": "local/dataset", "repo_type": "dataset", "root": None, "episodes": None,
-        "image_transforms": {
-            "enable": False, "max_num_transforms": 3, "random_order": False,
-            "tfs": {
-                name: {"weight": 1.0, "type": kind, "kwargs": kwargs}
-                for name, kind, kwargs in (
-                    ("brightness", "ColorJitter", {"brightness": [0.8, 1.2]}),
-                    ("contrast", "ColorJitter", {"contrast": [0.8, 1.2]}),
-                    ("saturation", "ColorJitter", {"saturation": [0.5, 1.5]}),
-                    ("hue", "ColorJitter", {"hue": [-0.05, 0.05]}),
-                    ("sharpness", "SharpnessJitter", {"sharpness": [0.5, 1.5]}),
-                    ("affine", "RandomAffine", {"degrees": [-5.0, 5.0], "translate": [0.05, 0.05]}),
-                )
-            },
-        },
-        "revision": None, "use_imagenet_stats": True, "video_backend": "torchcodec", "return_uint8": False,
-        "depth_output_unit": "mm", "streaming": False, "eval_split": 0.0,
-    },
-    "env": None, "policy": None, "reward_model": None, "output_dir": None, "job_name": "act", "resume": False,
-    "seed": 1000, "cudnn_deterministic": False, "num_workers": 4, "batch_size": 8, "prefetch_factor": 4,
-    "persistent_workers": True, "dataloader_multiprocessing_context": "spawn", "steps": 100000,
-    "env_eval_freq": 20000, "log_freq": 200, "eval_steps": 0, "max_eval_samples": 0, "tolerance_s": 0.0001,
-    "save_checkpoint": True, "save_freq": 20000, "use_policy_training_preset": True,
-    "optimizer": {
-        "type": "adamw", "lr": 1e-05, "weight_decay": 0.0001, "grad_clip_norm": 10.0, "betas": [0.9, 0.999],
-        "eps": 1e-08,
-    },
-    "scheduler": None,
-    "eval": {
-        "n_episodes": 50, "batch_size": 1, "use_async_envs": True, "recording": False,
-        "recording_repo_id": None, "recording_private": False,
-    },
-    "wandb": {
-        "enable": False, "disable_artifact": False, "project": "lerobot", "entity": None, "notes": None,
-        "run_id": None, "mode": None, "add_tags": True,
-    },
-    "peft": None,
-    "job": {
-        "target": None, "image": "huggingface/lerobot-gpu:latest", "timeout": "2d", "detach": False, "tags": [],
-    },
-    "save_checkpoint_to_hub": False, "sample_weighting": None, "rename_map": {}, "checkpoint_path": None,
-}  # fmt: skip
-LEROBOT_NEWER: dict[str, Any] = {
-    "checkpoint_format": "safetensors",
-    "parallelism": {
-        "dp_replicate": 1, "dp_shard": 1, "context_parallel": {"ring_degree": 1, "ulysses_degree": 1},
-        "cfg_parallel": 1,
-    },
-    "accelerator": {
-        "mixed_precision": "no", "gradient_accumulation": {"steps": 1},
-        "fsdp": {
-            "reshard_after_forward": True, "wrap_modules": None, "min_num_params": None, "cpu_offload": False,
-            "ignored_modules": None,
-        },
-        "ddp": {"find_unused_parameters": True, "gradient_as_bucket_view": False, "static_graph": False},
-        "compile": {"enabled": False, "backend": "inductor", "mode": None, "regional": True},
-        "activation_checkpointing": {"mode": "none"},
-    },
-}  # fmt: skip
+# Written only where they differ from LeRobot's default: its versions up to 0.6.1 refuse them as unknown keys.
+# Every other key that is left out takes LeRobot's default, too.
+_UNSHARDED = {"dp_replicate": 1, "dp_shard": 1}
 
 
 def lerobot_train_config(run_config: dict, policy_config: dict, parallelism: dict[str, int]) -> dict:
-    """Content of train_config.json in LeRobot's schema, which refuses any other key.
+    """Content of train_config.json: what LeRobot has a word for, since it refuses any other key.
 
     Args:
-        run_config: nested by the command line's names; keys that LeRobot has no word for are left out.
+        run_config: nested by the command line's names.
         parallelism: the resolved degrees dp_replicate and dp_shard.
     """
-    run = run_config
-
-    def part(name: str) -> dict:
-        return run.get(name) or {}
-
-    def take(defaults: dict, given: dict, keys: Iterable[str]) -> dict:
-        return {**defaults, **{k: given[k] for k in keys if given.get(k) is not None}}
-
-    data, optim = part("dataset"), part("optimizer")
-    root = data.get("root")
-    repo_id = data.get("repo_id") or f"local/{Path(root).name if root else 'embedded'}"
-    eval_split = float(data.get("val_split") or 0.0)
-    dataset = take(LEROBOT_DEFAULTS["dataset"], data, ("episodes", "use_imagenet_stats"))
-    dataset |= {"repo_id": repo_id, "root": os.path.abspath(root) if root else None, "eval_split": eval_split}
-    if dataset["episodes"] is not None:
-        dataset["episodes"] = list(dataset["episodes"])
-    if data.get("val_episodes"):
-        dataset["exclude_episodes"] = list(data["val_episodes"])
-
-    optimizer = take(LEROBOT_DEFAULTS["optimizer"], optim, ("weight_decay", "grad_clip_norm", "eps"))
-    optimizer["lr"] = optim.get("lr") or policy_config.get("optimizer_lr", 1e-5)
-    if optim.get("weight_decay") is None:
-        optimizer["weight_decay"] = policy_config.get("optimizer_weight_decay", 1e-4)
-    optimizer = {k: v if k == "type" else float(v) for k, v in optimizer.items() if k != "betas"}
-    optimizer["betas"] = [float(b) for b in optim.get("betas") or (0.9, 0.999)]
-
-    config = take(
-        LEROBOT_DEFAULTS, run,
-        ("job_name", "seed", "num_workers", "batch_size", "steps", "log_freq", "save_freq"),
-    )  # fmt: skip
-    config |= {
-        "dataset": dataset,
+    run = {key: value for key, value in run_config.items() if value is not None}
+    data, optim, peft = ({**(run.get(part) or {})} for part in ("dataset", "optimizer", "peft"))
+    root, lr, decay = data.get("root"), optim.get("lr"), optim.get("weight_decay")
+    lr = float(policy_config.get("optimizer_lr", 1e-5) if lr is None else lr)
+    decay = float(policy_config.get("optimizer_weight_decay", 1e-4) if decay is None else decay)
+    eval_split, steps = float(data.get("val_split") or 0), int(run.get("steps", 100_000))
+    replicate, shard = parallelism["dp_replicate"], parallelism["dp_shard"]
+    config: dict[str, Any] = {
+        "dataset": {
+            "repo_id": data.get("repo_id") or f"local/{Path(root).name if root else 'embedded'}",
+            "root": os.path.abspath(root) if root else None,
+            "episodes": None if data.get("episodes") is None else list(data["episodes"]),
+            "use_imagenet_stats": bool(data.get("use_imagenet_stats", True)),
+            "eval_split": eval_split,
+        },
         "policy": dict(policy_config),
-        "output_dir": os.path.abspath(run["output_dir"]) if run.get("output_dir") else None,
+        "output_dir": os.path.abspath(run["output_dir"]) if "output_dir" in run else None,
+        "job_name": run.get("job_name", "act"),
+        "resume": False,
+        "seed": run.get("seed", 1000),
+        "num_workers": run.get("num_workers", 4),
+        "batch_size": run.get("batch_size", 8),
+        "steps": steps,
         "env_eval_freq": 0,
-        "eval_steps": int(run.get("eval_freq") or 0) if eval_split > 0 else 0,
+        "log_freq": run.get("log_freq", 200),
+        "eval_steps": int(run.get("eval_freq", 0)) if eval_split else 0,  # refused without a split
         "tolerance_s": float(data.get("tolerance_s") or 1e-4),
-        "optimizer": optimizer,
-        "scheduler": _lerobot_scheduler(part("scheduler"), config["steps"], optimizer["lr"]),
-        "wandb": {**LEROBOT_DEFAULTS["wandb"], "enable": run.get("tracker") == "wandb"},
+        "save_checkpoint": True,
+        "save_freq": run.get("save_freq", 20_000),
+        "use_policy_training_preset": True,
+        "optimizer": {
+            "type": "adamw",
+            "lr": lr,
+            "weight_decay": decay,
+            "grad_clip_norm": float(optim.get("grad_clip_norm", 10.0)),
+            "betas": [float(beta) for beta in optim.get("betas", (0.9, 0.999))],
+            "eps": float(optim.get("eps", 1e-8)),
+        },
+        "scheduler": _lerobot_scheduler(run.get("scheduler") or {}, steps, lr),
+        "wandb": {"enable": run.get("tracker") == "wandb"},
+        "peft": None,
     }
-    peft = part("peft")
+    if data.get("val_episodes"):
+        config["dataset"]["exclude_episodes"] = list(data["val_episodes"])
     if peft.get("method_type"):
-        config["peft"] = {"init_type": None, "lora_alpha": None} | {
-            key: list(peft[key]) if isinstance(peft.get(key), tuple) else peft.get(key)
-            for key in ("method_type", "r", "lora_alpha", "target_modules", "full_training_modules")
+        names = ("method_type", "r", "lora_alpha", "target_modules", "full_training_modules")
+        config["peft"] = {
+            k: list(peft[k]) if isinstance(peft[k], tuple) else peft[k] for k in names if k in peft
         }
+    if run.get("checkpoint_format", "safetensors") != "safetensors":
+        config["checkpoint_format"] = run["checkpoint_format"]
+    if parallelism != _UNSHARDED:
+        config["parallelism"] = dict(parallelism)
 
-    newer = json.loads(json.dumps(LEROBOT_NEWER))
-    accelerator, (replicate, shard) = (
-        newer["accelerator"],
-        (parallelism["dp_replicate"], parallelism["dp_shard"]),
-    )
-    newer["checkpoint_format"] = run.get("checkpoint_format") or "safetensors"
-    newer["parallelism"] |= {"dp_replicate": replicate, "dp_shard": shard}
-    accelerator["mixed_precision"] = run.get("mixed_precision") or "no"
-    accelerator["gradient_accumulation"]["steps"] = int(run.get("gradient_accumulation_steps") or 1)
-    accelerator["compile"] |= {"enabled": bool(run.get("compile")), "mode": run.get("compile_mode")}
-    if replicate > 1 and shard == 1:
-        accelerator["ddp"] = take(accelerator["ddp"], part("ddp"), accelerator["ddp"])
+    accelerator: dict[str, Any] = {}
+    if run.get("mixed_precision", "no") != "no":
+        accelerator["mixed_precision"] = run["mixed_precision"]
+    if run.get("gradient_accumulation_steps", 1) != 1:
+        accelerator["gradient_accumulation"] = {"steps": run["gradient_accumulation_steps"]}
+    if run.get("compile"):
+        accelerator["compile"] = {"enabled": True, "mode": run.get("compile_mode")}
+    keys: tuple[str, ...] = ()
     if shard > 1:
-        fsdp = {k: list(v) if isinstance(v, tuple) else v for k, v in part("fsdp").items()}
-        accelerator["fsdp"] = take(accelerator["fsdp"], fsdp, accelerator["fsdp"])
-    return config | {key: value for key, value in newer.items() if value != LEROBOT_NEWER[key]}
+        keys = ("reshard_after_forward", "wrap_modules", "min_num_params", "cpu_offload", "ignored_modules")
+    elif replicate > 1:
+        keys = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    part = "fsdp" if shard > 1 else "ddp"
+    given = run.get(part) or {}
+    if settings := {k: given[k] for k in keys if given.get(k) is not None}:
+        accelerator[part] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    return config | ({"accelerator": accelerator} if accelerator else {})
 
 
 def _lerobot_scheduler(scheduler: dict, steps: int, lr: float) -> dict | None:
     """The schedule under LeRobot's names; None for a constant rate."""
-    name, warmup = scheduler.get("name"), int(scheduler.get("warmup_steps") or 0)
-    if name in (None, "none"):
-        return None
-    if name == "cosine":
-        decay = {"num_decay_steps": int(scheduler.get("decay_steps") or steps), "peak_lr": float(lr)}
-        decay["decay_lr"] = float(lr) * float(scheduler.get("final_lr_ratio") or 0.0)
-        return {"type": "cosine_decay_with_warmup", "num_warmup_steps": warmup, **decay}
-    return {"type": "constant_with_warmup", "num_warmup_steps": warmup}
+    warmup = {"num_warmup_steps": int(scheduler.get("warmup_steps") or 0)}
+    match scheduler.get("name") or "none":
+        case "none":
+            return None
+        case "linear":
+            return {"type": "constant_with_warmup", **warmup}
+    decay = {"num_decay_steps": int(scheduler.get("decay_steps") or steps), "peak_lr": lr}
+    decay["decay_lr"] = lr * float(scheduler.get("final_lr_ratio") or 0.0)
+    return {"type": "cosine_decay_with_warmup", **warmup, **decay}
 
 
 def run_config_from_lerobot(config: dict) -> dict:
     """Our configuration, nested by the command line's names, from LeRobot's train_config.json."""
 
-    def part(name: str, of: dict = config) -> dict:
-        return of.get(name) or {}
+    def part(*path: str) -> dict:
+        here = config
+        for name in path:
+            here = here.get(name) or {}
+        return here
 
-    def keep(source: dict, names: Iterable[str]) -> dict:
+    def keep(source: dict, *names: str) -> dict:
         return {name: source[name] for name in names if source.get(name) is not None}
 
-    data, accelerator = part("dataset"), part("accelerator")
-    policy, optimizer = dict(part("policy")), part("optimizer")
+    policy, scheduler = part("policy"), part("scheduler")
     run = keep(
-        config,
-        ("output_dir", "job_name", "steps", "batch_size", "num_workers", "seed", "log_freq", "save_freq",
-         "checkpoint_format"),
+        config, "output_dir", "job_name", "steps", "batch_size", "num_workers", "seed", "log_freq",
+        "save_freq", "save_checkpoint", "checkpoint_format",
     )  # fmt: skip
-    run |= keep(accelerator, ("mixed_precision",))
+    run |= keep(part("accelerator"), "mixed_precision")
     run["eval_freq"] = config.get("eval_steps") or 0
     run["device"] = "cpu" if policy.get("device") == "cpu" else "auto"
-    run["gradient_accumulation_steps"] = part("gradient_accumulation", accelerator).get("steps") or 1
-    run["compile"] = bool(part("compile", accelerator).get("enabled"))
-    run["compile_mode"] = part("compile", accelerator).get("mode")
-    run["parallelism"] = keep(part("parallelism"), ("dp_replicate", "dp_shard"))
-    run["ddp"], run["fsdp"] = dict(part("ddp", accelerator)), dict(part("fsdp", accelerator))
-    run["dataset"] = keep(data, ("repo_id", "root", "episodes", "use_imagenet_stats"))
-    run["dataset"] |= keep(config, ("tolerance_s",))
-    if data.get("eval_split"):
-        run["dataset"]["val_split"] = data["eval_split"]
-    if data.get("exclude_episodes"):
-        run["dataset"]["val_episodes"] = data["exclude_episodes"]
-    not_ours = ("type", "input_features", "output_features", "device", "use_amp", "use_peft", "push_to_hub",
-                "repo_id", "private", "tags", "license", "pretrained_path", "pretrained_revision")  # fmt: skip
+    run["gradient_accumulation_steps"] = part("accelerator", "gradient_accumulation").get("steps") or 1
+    run["compile"] = bool(part("accelerator", "compile").get("enabled"))
+    run["compile_mode"] = part("accelerator", "compile").get("mode")
+    run["parallelism"] = keep(part("parallelism"), "dp_replicate", "dp_shard")
+    run["fsdp"] = keep(part("accelerator", "fsdp"), "reshard_after_forward", "wrap_modules", "min_num_params",
+                       "cpu_offload", "ignored_modules")  # fmt: skip
+    run["dataset"] = keep(part("dataset"), "repo_id", "root", "episodes", "use_imagenet_stats")
+    run["dataset"] |= keep(config, "tolerance_s")
+    if part("dataset").get("eval_split"):
+        run["dataset"]["val_split"] = part("dataset")["eval_split"]
+    if part("dataset").get("exclude_episodes"):
+        run["dataset"]["val_episodes"] = part("dataset")["exclude_episodes"]
+    not_ours = (
+        "type", "input_features", "output_features", "device", "use_amp", "use_peft", "push_to_hub", "repo_id",
+        "private", "tags", "license", "pretrained_path", "pretrained_revision",
+    )  # fmt: skip
     run["policy"] = {key: value for key, value in policy.items() if key not in not_ours}
-    run["optimizer"] = keep(optimizer, ("lr", "weight_decay", "betas", "grad_clip_norm"))
+    run["optimizer"] = keep(part("optimizer"), "lr", "weight_decay", "betas", "eps", "grad_clip_norm")
     if policy.get("optimizer_lr_backbone") is not None:
         run["optimizer"]["lr_backbone"] = policy["optimizer_lr_backbone"]
-    scheduler = part("scheduler")
     run["scheduler"] = {"name": "none"}
-    if scheduler.get("type"):
-        if scheduler["type"] not in ("cosine_decay_with_warmup", "constant_with_warmup"):
-            log.warning("LeRobot's schedule %s is read as the nearest of ours.", scheduler["type"])
-        cosine = "cosine" in scheduler["type"] or scheduler.get("name") == "cosine"
-        run["scheduler"] = {"name": "cosine" if cosine else "linear"}
-        run["scheduler"]["warmup_steps"] = scheduler.get("num_warmup_steps") or 0
-        if cosine and scheduler.get("num_decay_steps"):
-            run["scheduler"] |= {
-                "decay_steps": scheduler["num_decay_steps"],
-                "final_lr_ratio": scheduler.get("decay_lr", 0.0) / scheduler.get("peak_lr", optimizer["lr"]),
-            }
+    if kind := scheduler.get("type"):
+        cosine = "cosine" in kind or "cosine" in str(scheduler.get("name", "cosine"))
+        run["scheduler"] = {
+            "name": "cosine" if cosine and kind != "constant_with_warmup" else "linear",
+            "warmup_steps": scheduler.get("num_warmup_steps") or 0,
+        }
+        if scheduler.get("peak_lr"):
+            run["scheduler"]["final_lr_ratio"] = scheduler.get("decay_lr", 0.0) / scheduler["peak_lr"]
+            run["scheduler"]["decay_steps"] = scheduler.get("num_decay_steps")
+        if kind not in ("cosine_decay_with_warmup", "constant_with_warmup"):
+            log.warning("LeRobot's schedule %s goes on as %s.", kind, run["scheduler"])
     if part("peft"):
-        names = ("method_type", "r", "lora_alpha", "target_modules", "full_training_modules")
-        run["peft"] = keep(part("peft"), names)
+        run["peft"] = keep(part("peft"), "method_type", "r", "lora_alpha", "target_modules",
+                           "full_training_modules")  # fmt: skip
     if part("wandb").get("enable"):
         run["tracker"] = "wandb"
     return run
@@ -1665,7 +1625,9 @@ def convert(
     """
     model_dir = _model_dir(checkpoint_dir)
     target, master = model_dir / WEIGHTS, model_dir.parent / TRAINING / MASTER_WEIGHTS
-    source = _weights_source(model_dir, adapter=False, resume=not (model_dir / ADAPTER_CONFIG).is_file())
+    source = model_dir / ADAPTER_CONFIG
+    if not source.is_file():
+        source = _weights_source(model_dir, adapter=False, resume=True)
     has_training = (model_dir.parent / TRAINING).is_dir()
     _verify(model_dir.parent, [source])
     tensors = _read_all(source)
@@ -1707,7 +1669,7 @@ def convert(
     if (model_dir.parent / TRAINING / CHECKSUMS).is_file():
         _write_checksums(model_dir.parent)
     if push_to_hub:
-        push_checkpoint(model_dir, push_to_hub)
+        upload_policy(model_dir, push_to_hub)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -1719,7 +1681,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _read_all(source: Path) -> dict[str, Tensor]:
-    """Every tensor of a weights source, whole, in host memory; without statistics that old files keep there."""
+    """Every tensor of a weights source, whole, in host memory; without the statistics of old files."""
     if source.name == ADAPTER_CONFIG:
         return _merged(source.parent)
     if source.is_dir():
@@ -1784,7 +1746,7 @@ def _edit_json(path: Path, changes: dict) -> None:
             os.replace(new, path)
 
 
-def push_checkpoint(path: str | os.PathLike, repo_id: str, facts: Mapping[str, Any] | None = None) -> str:
+def upload_policy(path: str | os.PathLike, repo_id: str, facts: Mapping[str, Any] | None = None) -> str:
     """Upload a checkpoint's pretrained_model/ with a model card; the address of the repository.
 
     Args:
@@ -1795,6 +1757,7 @@ def push_checkpoint(path: str | os.PathLike, repo_id: str, facts: Mapping[str, A
     """
     try:
         from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         raise ImportError("--push-to-hub needs huggingface_hub: pip install huggingface_hub") from None
     model_dir = _model_dir(path)
@@ -1805,6 +1768,7 @@ def push_checkpoint(path: str | os.PathLike, repo_id: str, facts: Mapping[str, A
         )
     _write_bytes(model_dir / "README.md", _model_card(model_dir, repo_id, facts or {}).encode())
     try:
+        disable_progress_bars()  # of several threads: they would be drawn over, and after, the error's sentence
         api = HfApi()
         address = api.create_repo(repo_id, repo_type="model", exist_ok=True)
         api.upload_folder(
@@ -1815,7 +1779,7 @@ def push_checkpoint(path: str | os.PathLike, repo_id: str, facts: Mapping[str, A
         )
     except Exception as error:  # whatever the network, the hub or the credentials do
         raise ValueError(
-            f"The upload to {repo_id} failed ({_sentence(error)}); {model_dir} is complete. To repeat it: "
+            f"The upload to {repo_id} failed ({_sentence(error.__cause__ or error)}); {model_dir} is complete. Repeat: "
             f"python ckpt.py convert --checkpoint-dir {model_dir.parent} --push-to-hub {repo_id}"
         ) from None
     print(f"uploaded {model_dir} to {address}")
@@ -1874,7 +1838,8 @@ def show(checkpoint_dir: Path) -> None:
     if state:
         print(f"  step {state['step']}, samples seen {state.get('samples_seen', 'not recorded')}")
         print(
-            f"  written by {state.get('dp_world_size', '?')} ranks: dp_replicate {parallelism.get('dp_replicate', '?')}, "
+            f"  written by {state.get('dp_world_size', '?')} ranks: "
+            f"dp_replicate {parallelism.get('dp_replicate', '?')}, "
             f"dp_shard {parallelism.get('dp_shard', '?')}, batch {state.get('batch_size', '?')} a rank, "
             f"accumulation {state.get('grad_accum_steps', '?')}"
         )
