@@ -280,7 +280,7 @@ def shorten_timeout(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def patience(cluster: Cluster, seconds: float = 86400) -> Iterator[None]:
-    """Ranks may wait this long for each other inside: rollouts, whose lengths differ. Collective: enter on every rank."""
+    """Collective: enter on every rank. Inside, ranks may wait this long for each other (rollouts)."""
     _set_timeout(cluster, seconds)
     yield
     _set_timeout(cluster, cluster.step_timeout_s)
@@ -893,7 +893,7 @@ class MetricSums:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective: call on every rank; all get the mean of the ranks' sums: any number of ranks can go on."""
+        """Collective: call on every rank; all get the mean of the ranks' sums: any layout can go on."""
         totals, at, sums = self._gather().mean(0).tolist(), 0, []
         for names in self._sums:
             sums.append([list(names), totals[at : at + len(names) + 1]])
