@@ -262,6 +262,7 @@ def train(run: Run) -> int:
     loader = data.to_device(make_loader(cfg, cluster, batches), cluster.device)
     stop, profiler = StopOnSignal(cluster), Profiler(cfg, cluster, place.step)
     sums = dist.MetricSums(cluster, place.unlogged)
+    evaluates = cfg.eval_freq > 0 and (run.val_set is not None or cfg.eval.env is not None)
     start = place.step
     run.parts.module.train()
     for step in range(start, cfg.steps):
@@ -280,7 +281,7 @@ def train(run: Run) -> int:
             log.write_steps(
                 place, sums, run.parts.optimizer.param_groups[0]["initial_lr"] * lr_factor(cfg, step)
             )
-        if cfg.eval_freq and due(window, cfg.eval_freq, last):
+        if evaluates and due(window, cfg.eval_freq, last):
             improved = evaluate_now(run)
         stopping = stop.poll() or out_of_patience(cfg, place)
         if due(window, cfg.save_freq, last or stopping) or improved:
@@ -526,6 +527,8 @@ def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> 
     found = [
         (changed(cfg.ddp) and cluster.mode != "ddp", f"--ddp.* has no effect in mode {cluster.mode}"),
         (changed(cfg.fsdp) and not cluster.sharded, f"--fsdp.* has no effect in mode {cluster.mode}"),
+        (cluster.sharded and cfg.fsdp.cpu_offload and cluster.device.type == "cpu",
+         "--fsdp.cpu-offload has no effect on a CPU"),
         (cfg.compile_mode is not None and not cfg.compile, "--compile-mode has no effect without --compile"),
         (changed(cfg.scheduler) and cfg.scheduler.name == "none",
          "--scheduler.* has no effect without --scheduler.name linear or cosine"),
@@ -1039,6 +1042,10 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         if source is not None:
             default = resumed_config(source, output_dir, flags)
         default = replace(default, resume=last_value(flags, "resume") or "auto")
+    if "policy.normalization_mapping" in flags:  # tyro would take single keys only, --policy.normalization-mapping.STATE
+        words = flags.pop("policy.normalization_mapping")
+        mapping = dict(zip(words[::2], words[1::2]))
+        default = replace(default, policy=replace(default.policy, normalization_mapping=mapping))
     config = tyro.cli(Config, args=join_flags(flags), default=default, description=__doc__.split("\n\n")[0])
     if source is not None:
         print_changes(default, config)
@@ -1101,7 +1108,7 @@ def translate(flags: dict[str, list[str]]) -> dict[str, list[str]]:
     for name, values in flags.items():
         value = taken[name]
         new = rename(name)
-        if new in kinds or name in ("", "help", "resume") or new == "resume":
+        if positive(new) in kinds or name in ("", "help", "resume") or new == "resume":
             if name == "resume" and ("config_path" in flags or value == "false"):
                 continue
             if name == "resume" and value == "true":
@@ -1163,11 +1170,17 @@ def rename(name: str) -> str:
     return name.replace("fsdp.mixed_precision_policy.", "fsdp.")
 
 
+def positive(name: str) -> str:
+    """The switch that --no-switch or --group.no-switch turns off; any other name comes back as it is."""
+    group, dot, leaf = name.rpartition(".")
+    return group + dot + leaf.removeprefix("no_")
+
+
 def as_tyro(values: list[str], kind: Any) -> list[str]:
     """`true` for a switch, `null`, `[1,2]` and `{"A": "B"}`, as draccus takes them, in the words that tyro takes."""
     values = ["None" if v == "null" else v for v in values]
-    if kind is bool and len(values) == 1 and values[0].lower() in ("true", "false"):
-        return [values[0].lower()]
+    if len(values) == 1 and values[0].lower() in ("true", "false"):
+        return [values[0].lower() if kind is bool else values[0].capitalize()]
     if len(values) == 1 and values[0][:1] in "[{" and values[0][:1]:
         try:
             value = json.loads(values[0].replace("'", '"'))
