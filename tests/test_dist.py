@@ -989,10 +989,35 @@ def test_a_dry_run_of_1024_ranks_covers_every_row_once():
     assert paper["parameters"] == out[0][3] == max(held for *_, held in out.values())
 
 
-def test_every_position_of_a_step_of_1024_ranks_is_taken_once():
-    batch, world, step = 8, 1024, 3
-    taken = np.concatenate([np.arange(batch) + (step * world + rank) * batch for rank in range(world)])
-    assert np.array_equal(np.sort(taken), np.arange(step * world * batch, (step + 1) * world * batch))
+class Numbered:
+    """A data set whose batch is the numbers of its frames; the last frame of every 100 has one valid step."""
+
+    def __len__(self) -> int:
+        return 1_000_003
+
+    def get_batch(self, frames):
+        return {"index": torch.from_numpy(np.asarray(frames))}
+
+    def valid_steps(self, frames):
+        return np.where(np.asarray(frames) % 100 == 99, 1, 6)
+
+
+def test_a_step_of_1024_ranks_takes_every_sample_of_its_share_once():
+    import data
+
+    def ranks(world_size: int, batch_size: int, step: int) -> list[dict]:
+        return [
+            data.TrainBatches(Numbered(), 5, batch_size, r, world_size, 1, 10)[step]
+            for r in range(world_size)
+        ]
+
+    many, one = ranks(1024, 8, 3), ranks(1, 8192, 3)[0]
+    taken = torch.cat([batch["index"] for batch in many])
+    assert torch.equal(taken, one["index"]), "the order is that of one process"
+    assert len(taken.unique()) == 8192
+    assert torch.equal(torch.cat([batch["noise_seed"] for batch in many]), one["noise_seed"])
+    # Every rank knows the normaliser of the whole step, without a message.
+    assert {batch["num_valid"].item() for batch in many} == {one["num_valid"].item() / 1024}
 
 
 def test_memory_on_paper_adds_up():
