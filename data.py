@@ -36,6 +36,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -126,10 +127,11 @@ def open_dataset(cfg: DatasetConfig, chunk_size: int) -> tuple["EpisodeDataset",
         episode_ids=rows.ids,
         order=[names.get(key, key) for key in meta.features],
     )
-    base.notes = [
-        f"data set {meta.root}: {len(meta.episodes)} episodes at {meta.fps:g} fps",
-        *findings.warnings,
-    ]
+    base.notes = [f"data set {meta.root}: {len(meta.episodes)} episodes at {meta.fps:g} fps"]
+    base.notes += findings.warnings[:8]
+    if len(findings.warnings) > 8:
+        more = f"{len(findings.warnings) - 8} more of the kind"
+        base.notes.append(f"warning: {more}; python data.py check --root {meta.root} lists them.")
     given = _statistics_on_disk(meta, train_ids, cfg, cameras)
     return _finish(cfg, base, train_ids, val_ids, given, gray, len(meta.episodes))
 
@@ -511,20 +513,16 @@ class _Loader(DataLoader):
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Processes started inside ignore the signals from their first instruction on.
+    """Processes started inside do not get the signals: they inherit the mask of this thread.
 
-    One that arrives meanwhile stays pending, since it is blocked, and reaches our handler at the end (Linux).
+    Ours are kept: another thread of this process takes them at once, or they stay pending until the end.
     """
     resource_tracker.ensure_running()  # its start would unblock the signals (Python 3.11)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, WORKERS_IGNORE)
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {s: signal.signal(s, signal.SIG_IGN) for s in WORKERS_IGNORE} if main else {}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKERS_IGNORE)
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(worker: int) -> None:
@@ -654,10 +652,7 @@ class _Decoder:
                 raise DatasetError(f"{self.path}: {at} is damaged ({reason}); replace or re-encode the file.")
             image = self.frame.to_ndarray(format="rgb24")
         if image.shape[:2] != tuple(shape):
-            raise DatasetError(
-                f"{self.path}: frames are {image.shape[0]}x{image.shape[1]}, but meta/info.json says "
-                f"{shape[0]}x{shape[1]}; correct the feature's shape."
-            )
+            raise DatasetError(_other_size(self.path, image.shape, shape))
         return image
 
     def _go_to(self, pts: int, forward: bool) -> bool:
@@ -684,6 +679,13 @@ class _Decoder:
     def close(self) -> None:
         self.frames = self.frame = None
         self.container.close()
+
+
+def _other_size(path: Path, found: Sequence[int] | np.ndarray, wanted: tuple[int, int]) -> str:
+    return (
+        f"{path}: frames are {found[0]}x{found[1]}, but meta/info.json says {wanted[0]}x{wanted[1]}; correct "
+        "the feature's shape."
+    )
 
 
 class EncodedFrames:
@@ -1096,9 +1098,29 @@ def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _file_hash(path: Path) -> str:
+def _file_hash(path: Path, cache_dir: Path) -> str:
+    """Of a file's bytes; remembered in the cache folder until its size or time changes."""
+    memo = _memo(path, cache_dir).with_suffix(".hash")
+    with suppress(OSError):
+        if re.fullmatch(r"[0-9a-f]{32}", known := memo.read_text()):
+            return known
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    _remember(memo, lambda file: file.write(digest.encode()))
+    return digest
+
+
+def _memo(path: Path, cache_dir: Path) -> Path:
+    stat = path.stat()
+    return cache_dir / "scans" / _hash(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
+
+
+def _remember(memo: Path, write: Callable[[BinaryIO], Any]) -> None:
+    with suppress(OSError):  # a folder that cannot be written costs the next run the time again
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=memo.parent, delete=False) as file:
+            write(file)  # type: ignore[arg-type]
+        os.replace(file.name, memo)
 
 
 # ---- metadata ----------------------------------------------------------------------------------------------
@@ -1342,7 +1364,7 @@ def _read_rows(meta: _Metadata, ids: list[int], cfg: DatasetConfig, findings: _F
             }
             for e in (e for e in ids if meta.episodes[e].file == path):
                 with findings.reading(path, f"episode {e}"):
-                    part = _episode_rows(meta, e, columns, findings)
+                    part = _episode_rows(meta, e, columns, cfg.tolerance_s, findings)
                     parts[e] = part | {"_file": np.full(meta.episodes[e].length, number, np.int32)}
     ids = [e for e in ids if e in parts]  # all of them, unless problems are being collected
     if not ids:
@@ -1381,7 +1403,7 @@ def _to_numpy(column: Any, shape: list[int], where: str) -> np.ndarray:
 
 
 def _episode_rows(
-    meta: _Metadata, e: int, columns: dict[str, np.ndarray], findings: _Findings
+    meta: _Metadata, e: int, columns: dict[str, np.ndarray], tolerance_s: float, findings: _Findings
 ) -> dict[str, np.ndarray]:
     """One episode's rows of a file's columns, checked."""
     path, length = meta.episodes[e].file, meta.episodes[e].length
@@ -1424,11 +1446,12 @@ def _episode_rows(
     grid = np.arange(length) / meta.fps
     off = np.nan_to_num(np.abs(part["timestamp"] - grid), nan=np.inf)
     frame = off.argmax()
-    if off[frame] > 0.01 / meta.fps:
-        say = findings.problem if off[frame] > 0.5 / meta.fps else findings.doubt
+    if off[frame] > max(0.01 / meta.fps, tolerance_s):
+        say = findings.problem if off[frame] > max(0.5 / meta.fps, tolerance_s) else findings.doubt
         say(
             f"{path}: timestamp of episode {e}, frame {frame} (row {places[frame]}) is "
-            f"{part['timestamp'][frame]:.4f} s, but at {meta.fps:g} fps it is {grid[frame]:.4f} s."
+            f"{part['timestamp'][frame]:.4f} s, but at {meta.fps:g} fps it is {grid[frame]:.4f} s; correct "
+            f"it, or fps, or allow more than --dataset.tolerance-s={tolerance_s:g}."
         )
     if (
         meta.num_tasks is not None
@@ -1505,6 +1528,8 @@ def _open_videos(
                 scans.append(_scan_video(path, default_cache_dir(cfg.cache_dir)))
                 files.append(path)
                 used[path] = []
+                if tuple(scans[-1].size) != shape:
+                    findings.problem(_other_size(path, scans[-1].size, shape))
                 count = sum(ep.length for ep in meta.episodes if ep.videos[key][0] == path)
                 if count != len(scans[-1].pts):
                     findings.doubt(f"{path} has {len(scans[-1].pts)} frames, but its episodes have {count}.")
@@ -1525,27 +1550,25 @@ def _open_videos(
                 findings.doubt(
                     f"{path}: {what} lasts from {begin:.3f} to {to:.3f} s in the metadata, not its length."
                 )
-    digests, keyframes = [scan.digest for scan in scans], [scan.keyframes for scan in scans]
+    digests, keyframes = [str(scan.digest) for scan in scans], [scan.keyframes for scan in scans]
     return VideoFrames(shape, files, digests, keyframes, file_of_row, pts_of_row)
 
 
 @dataclass
 class _Scan:
-    digest: str  # of the file's bytes
+    digest: np.ndarray  # () of the file's bytes
+    size: np.ndarray  # (2,) height, width
     pts: np.ndarray  # (F,) of every frame, ascending
     keyframes: np.ndarray  # (K, 2) pts and dts of the key frames, ascending
-    seconds: float  # of one unit of pts
+    seconds: np.ndarray  # () of one unit of pts
 
 
 def _scan_video(path: Path, cache_dir: Path) -> _Scan:
     """Frame times of a video from its packets, without decoding; kept in the cache for the next run."""
     av = _import("av", "videos")
-    stat = path.stat()
-    memo = (
-        cache_dir / "scans" / f"{_hash(f'{path.resolve()} {stat.st_size} {stat.st_mtime_ns}'.encode())}.npz"
-    )
+    memo = _memo(path, cache_dir).with_suffix(".npz")
     with suppress(Exception), np.load(memo, allow_pickle=False) as kept:  # not there, or broken: scan again
-        return _Scan(str(kept["digest"]), kept["pts"], kept["keyframes"], float(kept["seconds"]))
+        return _Scan(**{name: kept[name] for name in kept.files})
     with av.open(str(path)) as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
             raise DatasetError(
@@ -1557,15 +1580,14 @@ def _scan_video(path: Path, cache_dir: Path) -> _Scan:
             if packet.pts is not None and packet.size and not packet.is_discard
         ]
         table = np.array(sorted(packets), np.int64).reshape(-1, 3)
-        seconds = float(container.streams.video[0].time_base)
-    scan = _Scan(_file_hash(path), table[:, 0], table[table[:, 2] == 1][:, :2], seconds)
+        stream = container.streams.video[0]
+        size = np.array([stream.codec_context.height, stream.codec_context.width])
+        seconds = np.array(float(stream.time_base))
+    digest = np.array(_file_hash(path, cache_dir))
+    scan = _Scan(digest, size, table[:, 0], table[table[:, 2] == 1][:, :2], seconds)
     if not len(scan.keyframes):
         raise DatasetError(f"{path} holds no video frame; the file is damaged.")
-    with suppress(OSError):  # a folder that cannot be written costs the next run a scan
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary = memo.with_name(f"{memo.stem}.{os.getpid()}.npz")
-        np.savez(temporary, **vars(scan))
-        os.replace(temporary, memo)
+    _remember(memo, lambda file: np.savez(file, **vars(scan)))
     return scan
 
 
@@ -1604,7 +1626,9 @@ def _open_images(
         *np.zeros((2, len(rows.file_of_row)), np.int64),
     )
     for number, path in enumerate(rows.files):
-        blobs.append(folder / f"{_hash(f'{CACHE_FORMAT} encoded {_file_hash(path)} {key}'.encode())}.images")
+        blobs.append(
+            folder / f"{_hash(f'{CACHE_FORMAT} encoded {_file_hash(path, folder)} {key}'.encode())}.images"
+        )
         with findings.reading(path, f"column {key}"):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
