@@ -1,5 +1,8 @@
 """DDP, FSDP, HSDP compared with one process in losses, norms and weights; then errors, crashes and 1,024."""
 
+# mypy: disable-error-code="union-attr,operator,arg-type,index,attr-defined,func-returns-value"
+# (torch types every attribute of a module as Tensor | Module, and every gradient as Tensor | None)
+
 import dataclasses
 import hashlib
 import importlib.util
@@ -10,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +81,7 @@ def float_batch(step: int) -> dict:
     return batch | {"num_valid": torch.tensor(24.0)}
 
 
-ACT = {
+ACT: dict[str, Any] = {
     "chunk_size": 6,
     "n_action_steps": 6,
     "dim_model": 32,
@@ -129,7 +133,7 @@ class Case:
     accum: int = 1
     ddp: DDPConfig = DDPConfig()  # noqa: RUF009 (frozen)
     fsdp: FSDPConfig = FSDPConfig()  # noqa: RUF009 (frozen)
-    mixed: str = "no"
+    mixed: dist.MixedPrecision = "no"
     dtype: torch.dtype = torch.float64
     policy: str = "toy"
     steps: int = 4
@@ -325,7 +329,7 @@ def test_bf16_runs_of_all_layouts_stay_together():
     exact = alone(Case(dtype=torch.float32))
     assert 1e-4 < largest_difference(reference, exact)[0] < 0.05, "bf16 is not in force, or far off"
     half = FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="bfloat16")
-    base = {"dtype": torch.float32, "mixed": "bf16"}
+    base: dict[str, Any] = {"dtype": torch.float32, "mixed": "bf16"}
     cases = [
         Case(2, 1, **base),
         Case(1, 2, **base),
@@ -347,7 +351,7 @@ def test_bf16_runs_of_all_layouts_stay_together():
 
 
 def test_fp16_skips_an_overflow_of_one_rank_on_all_of_them():
-    base = {"dtype": torch.float32, "mixed": "fp16"}
+    base: dict[str, Any] = {"dtype": torch.float32, "mixed": "fp16"}
     reference = alone(Case(inf_at=(0, 2), **base))
     assert reference["adam_steps"] == 3 and reference["scaler"]["scale"] == 2.0**15
     assert not np.isfinite(reference["curve"][2]).all() and np.isfinite(reference["curve"][3]).all()
@@ -399,7 +403,8 @@ def hooked_dtypes(rank, world_size, shard, settings):
     """(of a layer's output, of the loss, of the gradients) for each (mixed_precision, FSDPConfig)."""
     cluster, out = dist.start("cpu", ParallelismConfig(1, shard)), []
     for mixed, fsdp in settings:
-        policy, seen = Toy(), []
+        policy: Any = Toy()
+        seen: list[torch.dtype] = []
         policy.layers[1].up.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.dtype))
         module = dist.parallelize(policy, cluster, DDPConfig(), fsdp)
         with dist.accumulate(module, True):
