@@ -311,7 +311,9 @@ def train_step(cfg, cluster, parts: Parts, batch: dict[str, Tensor], window: ran
     sums.add({"loss": loss, **metrics})
     if last_of_window:
         clip = cfg.optimizer.grad_clip_norm or float("inf")
-        sums.add({"grad_norm": dist.clip_grad_norm_(parts.module, clip, parts.scaler)})
+        norm = dist.clip_grad_norm_(parts.module, clip, parts.scaler)
+        # fp16: the norm of a step that overflowed is not finite and not stepped; it does not count.
+        sums.add({"grad_norm": norm}, 1.0 if parts.scaler is None else 1.0 - parts.scaler.found_inf)
         dist.optimizer_step(parts.optimizer, parts.scaler)
         parts.optimizer.zero_grad(set_to_none=not parts.keep_grads)
     parts.scheduler.step()
@@ -447,23 +449,24 @@ class StopOnSignal:
     """
 
     def __init__(self, cluster: dist.Cluster) -> None:
-        self._number = 0
+        self._seen = 0
+        self._agreed = 0
         self._vote = dist.StopVote(cluster)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
-        self._number = self._number or number
+        self._seen = self._seen or number
 
     def poll(self) -> bool:
         """Collective: call on every rank at the same steps."""
-        self._number = self._vote.poll(self._number)
-        return self._number > 0
+        self._agreed = self._vote.poll(self._seen)
+        return self._agreed > 0
 
     @property
     def exit_code(self) -> int:
         """128 + the signal's number, as a shell has it: 143, 138; 0 without a signal."""
-        return 128 + self._number if self._number else 0
+        return 128 + self._agreed if self._agreed else 0
 
 
 # ------------------------------------------------------------------------------------------------ construction
@@ -853,11 +856,15 @@ class RunLog:
         self.say(f"step {place.step:,}  " + "  ".join(f"{key} {value:.4f}" for key, value in results.items()))
 
     def _row(self, row: dict[str, float]) -> None:
+        if not math.isfinite(row.get("loss", 0.0)):
+            self.warn(f"the loss is {row['loss']} at step {row['step']:.0f}; lower --optimizer.lr, or look for broken rows "
+                      "with: python data.py check --root DIR", once="loss")  # fmt: skip
         self.tracker.log(int(row["step"]), row)
         self.last_values |= {key: row[key] for key in row if key.endswith(("loss", "success_rate"))}
         if self._file is not None:
             try:
-                self._file.write(json.dumps(row) + "\n")
+                finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+                self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
                 self._file.flush()
             except OSError as error:
                 self.warn(
@@ -1042,7 +1049,9 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         if source is not None:
             default = resumed_config(source, output_dir, flags)
         default = replace(default, resume=last_value(flags, "resume") or "auto")
-    if "policy.normalization_mapping" in flags:  # tyro would take single keys only, --policy.normalization-mapping.STATE
+    if (
+        "policy.normalization_mapping" in flags
+    ):  # tyro would take single keys only, --policy.normalization-mapping.STATE
         words = flags.pop("policy.normalization_mapping")
         mapping = dict(zip(words[::2], words[1::2]))
         default = replace(default, policy=replace(default.policy, normalization_mapping=mapping))

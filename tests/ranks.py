@@ -4,7 +4,8 @@
 
 Ranks are forked from a server process that has torch imported but never used, so that a start costs
 milliseconds and no thread or lock of the test process is inherited. `function` must be importable
-(module level) and its arguments and result picklable; it is called as function(rank, world_size, *args)
+(module level) and its arguments and result picklable (numpy arrays, not tensors: a rank ends before the
+shared memory of its tensors is read); it is called as function(rank, world_size, *args)
 inside an initialised gloo group (init_group=False: the torchrun variables are set, the group is not).
 """
 
@@ -16,7 +17,9 @@ import traceback
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchvision", "tyro"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchvision", "tyro"]
+)
 
 
 def free_port() -> int:
@@ -54,7 +57,9 @@ def run_ranks(world_size: int, function, *args: Any, deadline_s: float = 90, ini
     queue = _context.Queue()
     port = free_port()
     processes = [
-        _context.Process(target=_rank_main, args=(function, rank, world_size, port, init_group, args, queue), daemon=True)
+        _context.Process(
+            target=_rank_main, args=(function, rank, world_size, port, init_group, args, queue), daemon=True
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -68,7 +73,9 @@ def run_ranks(world_size: int, function, *args: Any, deadline_s: float = 90, ini
             try:
                 rank, fine, result = queue.get(timeout=min(left, 1.0))
             except Exception:
-                dead = [r for r, p in enumerate(processes) if r not in results and p.exitcode not in (None, 0)]
+                dead = [
+                    r for r, p in enumerate(processes) if r not in results and p.exitcode not in (None, 0)
+                ]
                 assert not dead, f"rank {dead} died with exit code {[processes[r].exitcode for r in dead]}"
                 continue
             assert fine, f"rank {rank} failed:\n{result}"
