@@ -190,7 +190,7 @@ def plan(env: TransferEnv, rng: np.random.Generator) -> np.ndarray:
     def near(point: np.ndarray, spread: float) -> np.ndarray:
         return point + rng.normal(0, spread / 2, 2).clip(-spread, spread)
 
-    pace = rng.uniform(0.95, 1.05)
+    pace = rng.uniform(0.97, 1.03)
     cube, zone, meet = near(env.cube[:2], 0.008), near(env.zone, 0.012), near(np.array([0.0, -0.05]), 0.012)
     home = [hand(env.joints[arm], arm)[:2] for arm in (0, 1)]
     aside = near(np.array([-0.14, -0.02]), 0.015)
@@ -258,9 +258,9 @@ class SceneFrames:
 
 
 # ---- the renderer ------------------------------------------------------------------------------------------
-TABLE, ZONE, CUBE, FINGER = (206, 204, 198), (40, 160, 70), (214, 38, 38), (40, 40, 48)
-LINK = ((52, 92, 168), (196, 140, 30))  # left, right
-JOINT = ((120, 158, 220), (240, 196, 96))
+TABLE, ZONE, CUBE, FINGER = (206, 204, 198), (24, 140, 60), (214, 30, 30), (96, 98, 104)
+LINK = ((142, 158, 182), (188, 172, 140))  # left, right: pale, so that cube and zone stand out
+JOINT = ((174, 188, 208), (214, 202, 174))
 
 
 @lru_cache(maxsize=4)
@@ -271,7 +271,7 @@ def _canvas(height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     checks = (np.floor(xs / 0.2)[None] + np.floor(ys / 0.2)[:, None]) % 2
     table = np.array(TABLE) - 8 * checks[..., None]
     for base in BASES:
-        table[np.hypot(xs[None] - base[0], ys[:, None] - base[1]) < 0.065] = 90
+        table[np.hypot(xs[None] - base[0], ys[:, None] - base[1]) < 0.065] = 150
     return xs, ys, table.astype(np.uint8)
 
 
