@@ -419,12 +419,13 @@ def noise_words(seed: Tensor, start: int, count: int) -> Tensor:
 
 
 def mix(words: Tensor) -> Tensor:
-    """splitmix64's finaliser in place (its shifts arithmetic here, which keeps it one-to-one)."""
-    words ^= words >> 30
-    words *= MIX_1
-    words ^= words >> 27
-    words *= MIX_2
-    words ^= words >> 31
+    """splitmix64's finaliser, in place. int64 shifts keep the sign, so each is masked to shift zeros in."""
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
+        high = words >> shift
+        high &= (1 << (64 - shift)) - 1
+        words ^= high
+        if factor != 1:
+            words *= factor
     return words
 
 
