@@ -75,11 +75,8 @@ CheckpointFormat = Literal["safetensors", "dcp", "safetensors_dcp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 MODEL, TRAINING = "pretrained_model", "training_state"
-WEIGHTS, MASTER_WEIGHTS, WEIGHT_SHARDS = (
-    "model.safetensors",
-    "model_float32.safetensors",
-    "pytorch_model_fsdp_0",
-)
+WEIGHTS, WEIGHT_SHARDS = "model.safetensors", "pytorch_model_fsdp_0"
+MASTER_WEIGHTS = "model_float32.safetensors"  # kept in training_state/ when WEIGHTS was converted to less
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, OPTIMIZER_GROUPS = "optimizer_state.safetensors", "optimizer_param_groups.json"
 OPTIMIZER_NAMES, OPTIMIZER_SHARDS = "optimizer_names.json", "optimizer_0"
@@ -303,10 +300,7 @@ class CheckpointWriter:
         """What DCP gets: the live tensors, or with async_save host copies (shards stay shards)."""
         if not self.async_save:
             return {key: value.detach() for key, value in tensors.items()}
-        return {
-            key: v.detach().clone().to("cpu") if v.device.type == "cpu" else v.detach().to("cpu")
-            for key, v in tensors.items()
-        }
+        return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
     # -- write and publish: in the caller's thread, or in the background
 
@@ -690,12 +684,19 @@ def _sentence(error: BaseException) -> str:
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
-def _write_checksums(step_dir: Path) -> None:
-    files = sorted(p for p in step_dir.rglob("*") if p.is_file() and p.name != CHECKSUMS)
-    sums = {p.relative_to(step_dir).as_posix(): [p.stat().st_size, _crc32(p)] for p in files}
-    new = step_dir / TRAINING / f".{CHECKSUMS}.new"
+def _write_checksums(step_dir: Path, changed: Iterable[str] | None = None) -> None:
+    """Record size and checksum of every file, or bring the record up to date with what `changed` and went."""
+    record = step_dir / TRAINING / CHECKSUMS
+    sums = _read_json(record) if changed is not None else {}
+    files = {
+        p.relative_to(step_dir).as_posix(): p for p in step_dir.rglob("*") if p.is_file() and p != record
+    }
+    names = sorted(files if changed is None else files.keys() & set(changed))
+    sums = {n: entry for n, entry in sums.items() if n in files}
+    sums |= {name: [files[name].stat().st_size, _crc32(files[name])] for name in names}
+    new = record.with_name(f".{CHECKSUMS}.new")
     _write_bytes(new, json.dumps(sums, indent=1).encode())
-    os.replace(new, step_dir / TRAINING / CHECKSUMS)
+    os.replace(new, record)
 
 
 def _crc32(path: Path) -> int:
@@ -813,7 +814,9 @@ def load_training_state(
     _verify(step_dir, [p for p in training.iterdir() if p.name not in later])
     if not isinstance(state.get("samples_seen"), int):
         state["samples_seen"] = (
-            state["step"] * (state.get("batch_size") or 0) * (state.get("dp_world_size") or 1)
+            state["step"]
+            * (state.get("batch_size") or 0)
+            * (state.get("dp_world_size") or state.get("num_processes") or 1)
         )
     if optimizer is not None:
         _load_optimizer(step_dir, unwrap(policy), optimizer)
@@ -1582,8 +1585,8 @@ def run_config_from_lerobot(config: dict) -> dict:
     if part("dataset").get("exclude_episodes"):
         run["dataset"]["val_episodes"] = part("dataset")["exclude_episodes"]
     not_ours = (
-        "type", "input_features", "output_features", "device", "use_amp", "use_peft", "push_to_hub", "repo_id",
-        "private", "tags", "license", "pretrained_path", "pretrained_revision",
+        "type", "input_features", "output_features", "device", "use_amp", "use_peft", "push_to_hub",
+        "repo_id", "private", "tags", "license", "pretrained_path", "pretrained_revision",
     )  # fmt: skip
     run["policy"] = {key: value for key, value in policy.items() if key not in not_ours}
     run["optimizer"] = keep(part("optimizer"), "lr", "weight_decay", "betas", "eps", "grad_clip_norm")
@@ -1630,12 +1633,10 @@ def convert(
         source = _weights_source(model_dir, adapter=False, resume=True)
     has_training = (model_dir.parent / TRAINING).is_dir()
     _verify(model_dir.parent, [source])
-    tensors = _read_all(source)
-    cast = {
-        key: value.to(getattr(torch, dtype)).contiguous() if value.is_floating_point() else value
-        for key, value in tensors.items()
-    }
-    del tensors
+    cast = _read_all(source)
+    for key in cast:  # one at a time: never two copies of the weights
+        if cast[key].is_floating_point():
+            cast[key] = cast[key].to(getattr(torch, dtype)).contiguous()
     size = sum(value.nbytes for value in cast.values())
     if (free := shutil.disk_usage(model_dir).free) < size:
         raise ValueError(f"{target} needs {size:,} bytes and the disk has {free:,} free; make room.")
@@ -1652,7 +1653,9 @@ def convert(
         new.unlink()
         raise ValueError(f"{new} reads back differently from what was written ({different[0]}): a bad disk?")
     if source == target and dtype != "float32" and has_training:
-        os.replace(target, master)  # what a resume goes on from
+        shutil.copyfile(target, master.with_suffix(".new"))
+        _flush(master.with_suffix(".new"))
+        os.replace(master.with_suffix(".new"), master)  # what a resume goes on from
     os.replace(new, target)
     _flush(model_dir)
     print(f"{target}: {len(cast)} tensors, {size:,} bytes, {dtype}, verified")
@@ -1667,7 +1670,8 @@ def convert(
         shutil.rmtree(model_dir / ".trash-0")
         print(f"{shards} deleted")
     if (model_dir.parent / TRAINING / CHECKSUMS).is_file():
-        _write_checksums(model_dir.parent)
+        names = [f"{MODEL}/{name}" for name in (WEIGHTS, "config.json", "train_config.json")]
+        _write_checksums(model_dir.parent, [*names, f"{TRAINING}/{MASTER_WEIGHTS}"])
     if push_to_hub:
         upload_policy(model_dir, push_to_hub)
 
@@ -1763,12 +1767,12 @@ def upload_policy(path: str | os.PathLike, repo_id: str, facts: Mapping[str, Any
     model_dir = _model_dir(path)
     if not (model_dir / WEIGHTS).is_file() and not (model_dir / ADAPTER).is_file():
         raise ValueError(
-            f"{model_dir} holds only shards; run: python ckpt.py convert --checkpoint-dir {model_dir.parent} "
-            f"--push-to-hub {repo_id}"
+            f"{model_dir} holds only shards; run: python ckpt.py convert --checkpoint-dir "
+            f"{model_dir.parent} --push-to-hub {repo_id}"
         )
     _write_bytes(model_dir / "README.md", _model_card(model_dir, repo_id, facts or {}).encode())
     try:
-        disable_progress_bars()  # of several threads: they would be drawn over, and after, the error's sentence
+        disable_progress_bars()  # of several threads: drawn over, and after, the error's sentence
         api = HfApi()
         address = api.create_repo(repo_id, repo_type="model", exist_ok=True)
         api.upload_folder(
@@ -1779,8 +1783,8 @@ def upload_policy(path: str | os.PathLike, repo_id: str, facts: Mapping[str, Any
         )
     except Exception as error:  # whatever the network, the hub or the credentials do
         raise ValueError(
-            f"The upload to {repo_id} failed ({_sentence(error.__cause__ or error)}); {model_dir} is complete. Repeat: "
-            f"python ckpt.py convert --checkpoint-dir {model_dir.parent} --push-to-hub {repo_id}"
+            f"The upload to {repo_id} failed ({_sentence(error.__cause__ or error)}); {model_dir} is "
+            f"complete. Repeat: python ckpt.py convert --checkpoint-dir {model_dir.parent} --push-to-hub {repo_id}"
         ) from None
     print(f"uploaded {model_dir} to {address}")
     return str(address)
