@@ -200,7 +200,11 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     log.banner(parts, val_set, place)
-    run = Run(cfg, cluster, parts, place, train_set, val_set, writer, log)
+    val_loader = None
+    if val_set is not None:
+        batches = data.ValBatches(val_set, cfg.batch_size, cluster.rank, cluster.world_size)
+        val_loader = make_loader(cfg, cluster, batches)
+    run = Run(cfg, cluster, parts, place, train_set, val_loader, writer, log)
     code = train(run)
     if cfg.push_to_hub is not None and code == 0 and cluster.is_main:
         publish(run)
@@ -247,7 +251,7 @@ class Run:
     parts: Parts
     place: Place
     train_set: data.EpisodeDataset
-    val_set: data.EpisodeDataset | None
+    val_loader: torch.utils.data.DataLoader | None
     writer: ckpt.CheckpointWriter | None
     log: "RunLog"
 
@@ -262,7 +266,7 @@ def train(run: Run) -> int:
     loader = data.to_device(make_loader(cfg, cluster, batches), cluster.device)
     stop, profiler = StopOnSignal(cluster), Profiler(cfg, cluster, place.step)
     sums = dist.MetricSums(cluster, place.unlogged)
-    evaluates = cfg.eval_freq > 0 and (run.val_set is not None or cfg.eval.env is not None)
+    evaluates = cfg.eval_freq > 0 and (run.val_loader is not None or cfg.eval.env is not None)
     start = place.step
     run.parts.module.train()
     for step in range(start, cfg.steps):
@@ -326,7 +330,7 @@ def evaluate_now(run: Run) -> bool:
     """
     cfg, cluster, place = run.cfg, run.cluster, run.place
     results: dict[str, float] = {}
-    if run.val_set is not None:
+    if run.val_loader is not None:
         results["val_l1_loss"] = validation_loss(run)
     if cfg.eval.env is not None:
         policy = whole_policy(run.parts, cluster)
@@ -347,10 +351,10 @@ def evaluate_now(run: Run) -> bool:
 def validation_loss(run: Run) -> float:
     """L1 with the latent at zero: the mean over all validation frames, each counted once, in any layout."""
     cfg, cluster, module = run.cfg, run.cluster, run.parts.module
-    batches = data.ValBatches(run.val_set, cfg.batch_size, cluster.rank, cluster.world_size)
+    assert run.val_loader is not None
     module.eval()
     total = torch.zeros(2, dtype=torch.float64, device=cluster.device)
-    for batch in data.to_device(make_loader(cfg, cluster, batches), cluster.device):
+    for batch in data.to_device(run.val_loader, cluster.device):
         weight = batch.pop("sample_weight").double()
         with dist.autocast(cluster, cfg.mixed_precision, cfg.fsdp):
             per_sample = module(batch)[1]["l1_per_sample"].double()
@@ -780,15 +784,10 @@ class RunLog:
         lrs = " and ".join(
             f"{group['initial_lr']:g}" for group in parts.optimizer.param_groups if group["params"]
         )
-        short, padded = train_set.padding()
         for line in train_set.notes:
-            self.say(line)
-        self.say(f"data: {train_set.num_episodes} episodes, {len(train_set):,} frames to train on"
-                 + (f", {val_set.num_episodes} episodes held out" if val_set is not None else "")
-                 + f"; statistics from {train_set.num_episodes} episodes; {padded:.0%} of targets are padding")  # fmt: skip
-        if padded > 0.5:
-            self.warn(f"{padded:.0%} of the targets are padding and {short} episodes are shorter than --policy.chunk-size="
-                      f"{cfg.policy.chunk_size}; a smaller chunk would fit these episodes better.")  # fmt: skip
+            self.warn(line.removeprefix("warning: ")) if line.startswith("warning:") else self.say(line)
+        held_out = f", {val_set.num_episodes} episodes held out" if val_set is not None else ""
+        self.say(f"data: {train_set.num_episodes} episodes, {len(train_set):,} frames to train on{held_out}")
         self.say(f"policy: {sum(p.numel() for p in parts.policy.parameters()):,} parameters, {trained:,} trained; "
                  f"inputs {', '.join(parts.policy.input_features)}")  # fmt: skip
         self.say(f"layout: {cluster.mode}, {cluster.world_size} ranks = dp_replicate {cluster.dp_replicate} x dp_shard "
