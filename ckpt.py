@@ -1784,7 +1784,8 @@ def upload_policy(path: str | os.PathLike, repo_id: str, facts: Mapping[str, Any
     except Exception as error:  # whatever the network, the hub or the credentials do
         raise ValueError(
             f"The upload to {repo_id} failed ({_sentence(error.__cause__ or error)}); {model_dir} is "
-            f"complete. Repeat: python ckpt.py convert --checkpoint-dir {model_dir.parent} --push-to-hub {repo_id}"
+            f"complete. Repeat: python ckpt.py convert --checkpoint-dir {model_dir.parent} "
+            f"--push-to-hub {repo_id}"
         ) from None
     print(f"uploaded {model_dir} to {address}")
     return str(address)
