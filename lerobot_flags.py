@@ -1,0 +1,215 @@
+"""lerobot-train's command line in our words, so that an old command runs as it is. Needs nothing.
+
+    flags = split_flags(["--policy.type=act", "--accelerator.mixed_precision=bf16", "--resume=true", ...])
+    flags = translate(flags, kinds)      # {"mixed_precision": ["bf16"], ...}; kinds: our flags and their types
+    argv = join_flags(flags, kinds)      # ["--mixed_precision", "bf16", ...], for tyro
+
+Names that are ours already pass through. What says only what is always so here passes too (ACCEPTED); a flag of
+lerobot-train that has no meaning here is refused with the reason (REFUSED), never ignored.
+"""
+
+import json
+from typing import Any
+
+RENAMED = {
+    "policy.device": "device",
+    "config_path": "resume",
+    "tolerance_s": "dataset.tolerance_s",
+    "dataset.eval_split": "dataset.val_split",
+    "eval_steps": "eval_freq",
+    "env_eval_freq": "eval_freq",
+    "eval.n_episodes": "eval.episodes",
+    "peft.method": "peft.method_type",
+    "scheduler.num_warmup_steps": "scheduler.warmup_steps",
+    "scheduler.num_decay_steps": "scheduler.decay_steps",
+    "wandb.project": "tracker_project",
+    "trackio.project": "tracker_project",
+    "accelerator.mixed_precision": "mixed_precision",
+    "accelerator.gradient_accumulation.steps": "gradient_accumulation_steps",
+    "accelerator.compile.enabled": "compile",
+    "accelerator.compile.mode": "compile_mode",
+}
+"""lerobot-train's name -> ours. Also every --accelerator.ddp.X, --accelerator.fsdp.X (see `rename`)."""
+
+ACCEPTED = {
+    "policy.type": ("act",),
+    "optimizer.type": ("adamw",),
+    "policy.n_obs_steps": ("1",),
+    "policy.use_amp": ("false",),
+    "policy.use_peft": ("false",),
+    "use_policy_training_preset": ("true", "false"),
+    "persistent_workers": ("true",),
+    "dataset.video_backend": ("pyav", "torchcodec"),
+    "dataset.image_transforms.enable": ("false",),
+    "dataset.streaming": ("false",),
+    "dataset.return_uint8": ("true", "false"),
+    "dataset.repo_type": ("dataset",),
+    "max_eval_samples": ("0",),
+    "cudnn_deterministic": ("false",),
+    "ema.enable": ("false",),
+    "accelerator.compile.backend": ("inductor",),
+    "accelerator.activation_checkpointing.mode": ("none",),
+    "wandb.disable_artifact": ("true",),
+    "parallelism.context_parallel.ring_degree": ("1",),
+    "parallelism.context_parallel.ulysses_degree": ("1",),
+    "parallelism.cfg_parallel": ("1",),
+    "save_checkpoint_to_hub": ("false",),
+    "job.target": ("local",),
+}
+"""lerobot-train flags that say what is always so here: these values pass, others are refused."""
+
+REFUSED = {
+    "env.": "rollouts are chosen with --eval.env {sim,aloha-transfer-cube,aloha-insertion}",
+    "eval.": "rollouts are set with --eval.env, --eval.episodes and --eval.seed",
+    "ema.": "there is no weight averaging here",
+    "job.": "jobs are not submitted to the hub from here; start train.py on the machine that trains",
+    "reward_model.": "only the ACT policy is trained here",
+    "sample_weighting": "every frame has the same weight here",
+    "rename_map": "use --dataset.action-key, --dataset.state-key and --dataset.image-keys",
+    "dataset.image_transforms.": "there is no image augmentation here",
+    "dataset.exclude_episodes": "list the episodes to train on with --dataset.episodes",
+    "dataset.revision": "give the folder of that revision with --dataset.root",
+    "dataset.depth_output_unit": "depth cameras are not read here",
+    "dataset.": "data sets are read from disk with the --dataset.* flags of --help",
+    "prefetch_factor": "two batches a worker are fetched ahead; raise --num-workers instead",
+    "dataloader_multiprocessing_context": "workers are started from a clean server process, which is safe with video decoders",
+    "policy.private": "set the visibility of the repository on the hub",
+    "policy.tags": "edit the model card on the hub",
+    "policy.license": "edit the model card on the hub",
+    "policy.pretrained_path": "give --policy.path",
+    "policy.pretrained_revision": "give the folder of that revision with --policy.path",
+    "wandb.": "set wandb's own environment variables (WANDB_ENTITY, WANDB_MODE, WANDB_RUN_ID)",
+    "trackio.": "set trackio's own environment variables",
+    "peft.init_type": "adapters start as PEFT's default does: A uniform, B zero",
+    "accelerator.compile.": "regions are chosen by the layout: the whole network, or each wrap unit under FSDP",
+    "accelerator.activation_checkpointing.": "ACT's activations are small next to its images",
+    "accelerator.": "there is no Accelerate here; see the groups ddp, fsdp and parallelism in --help",
+    "parallelism.context_parallel.": "ACT's sequences are short; only data parallelism is offered",
+    "scheduler.name": "--scheduler.name takes none, linear or cosine",
+}  # fmt: skip
+"""lerobot-train flags without a meaning here, longest prefix first: the reason ends the sentence."""
+
+SCHEDULER_TYPES = {"cosine_decay_with_warmup": "cosine", "constant_with_warmup": "linear"}
+ENVIRONMENTS = {"AlohaTransferCube-v0": "aloha-transfer-cube", "AlohaInsertion-v0": "aloha-insertion"}
+
+
+def split_flags(argv: list[str]) -> dict[str, list[str]]:
+    """["--a.b=1", "--c", "2", "3"] -> {"a.b": ["1"], "c": ["2", "3"]}; names in snake_case, the last one wins."""
+    flags: dict[str, list[str]] = {}
+    values: list[str] = flags.setdefault("", [])
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+            values = flags[name.replace("-", "_")] = [value] if equals else []
+        else:
+            values.append(token)
+    return flags
+
+
+def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, list[str]]:
+    """lerobot-train's flags in our names; ours stay as they are.
+
+    Raises:
+        ValueError: a flag of lerobot-train that has no meaning here.
+    """
+    out: dict[str, list[str]] = {}
+    taken = {name: " ".join(values).lower() or "true" for name, values in flags.items()}
+    for name, values in flags.items():
+        value = taken[name]
+        new = rename(name)
+        if positive(new) in kinds or name in ("", "help", "resume") or new == "resume":
+            if name == "resume" and ("config_path" in flags or value == "false"):
+                continue
+            if name == "resume" and value == "true":
+                values = ["auto"]
+            if new in out and new == "eval_freq" and out[new] != values:
+                raise ValueError(f"--{name}={value} contradicts {out[new][0]} given before it; here --eval-freq is one "
+                                 "interval for validation loss and rollouts, so give one value.")  # fmt: skip
+            out[new] = as_tyro(values, kinds.get(new))
+        elif name in ("policy.push_to_hub", "policy.repo_id"):
+            if taken.get("policy.push_to_hub") == "true" and "policy.repo_id" not in flags:
+                raise ValueError(
+                    "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub USER/NAME."
+                )
+            if name == "policy.repo_id" and taken.get("policy.push_to_hub", "false") == "true":
+                out["push_to_hub"] = values
+        elif name in ("wandb.enable", "trackio.enable"):
+            if value == "true":
+                out["tracker"] = [name.split(".")[0]]
+        elif name == "scheduler.type":
+            if value not in SCHEDULER_TYPES:
+                raise ValueError(
+                    f"--scheduler.type={value} is not offered; use one of {', '.join(SCHEDULER_TYPES)}."
+                )
+            out["scheduler.name"] = [SCHEDULER_TYPES[value]]
+        elif name in ("scheduler.peak_lr", "scheduler.decay_lr"):
+            if not {"scheduler.peak_lr", "scheduler.decay_lr"} <= set(flags):
+                raise ValueError(
+                    "--scheduler.peak_lr and --scheduler.decay_lr go together; or give --scheduler.final-lr-ratio."
+                )
+            ratio = float(taken["scheduler.decay_lr"]) / float(taken["scheduler.peak_lr"])
+            out["scheduler.final_lr_ratio"] = [repr(ratio)]
+        elif name in ("env.type", "env.task"):
+            task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]
+            if taken.get("env.type") != "aloha" or task not in ENVIRONMENTS:
+                raise ValueError(f"--{name}={value}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
+                                 "(--env.type=aloha), or choose with --eval.env.")  # fmt: skip
+            out["eval.env"] = [ENVIRONMENTS[task]]
+        elif name in ACCEPTED:
+            if value not in ACCEPTED[name]:
+                raise ValueError(f"--{name}={value} has no counterpart here, where it is always "
+                                 f"{' or '.join(ACCEPTED[name])}; leave the flag out.")  # fmt: skip
+        else:
+            reason = next((why for prefix, why in REFUSED.items() if name.startswith(prefix)), None)
+            if reason and name not in kinds:
+                raise ValueError(f"--{name} is a flag of lerobot-train that has no meaning here: {reason}.")
+            out[name] = values
+    return out
+
+
+def rename(name: str) -> str:
+    """Our name of a flag of lerobot-train; any other name comes back as it is."""
+    if name in RENAMED:
+        return RENAMED[name]
+    name = (
+        name.removeprefix("accelerator.")
+        if name.startswith(("accelerator.ddp.", "accelerator.fsdp."))
+        else name
+    )
+    return name.replace("fsdp.mixed_precision_policy.", "fsdp.")
+
+
+def positive(name: str) -> str:
+    """The switch that --no-switch or --group.no-switch turns off; any other name comes back as it is."""
+    group, dot, leaf = name.rpartition(".")
+    return group + dot + leaf.removeprefix("no_")
+
+
+def as_tyro(values: list[str], kind: Any) -> list[str]:
+    """`true` for a switch, `null`, `[1,2]` and `{"A": "B"}`, as draccus takes them, in the words that tyro takes."""
+    values = ["None" if v == "null" else v for v in values]
+    if len(values) == 1 and values[0].lower() in ("true", "false"):
+        return [values[0].lower() if kind is bool else values[0].capitalize()]
+    if len(values) == 1 and values[0][:1] in "[{" and values[0][:1]:
+        try:
+            value = json.loads(values[0].replace("'", '"'))
+        except json.JSONDecodeError:
+            return [v.strip() for v in values[0].strip("[]").split(",") if v.strip()]
+        if isinstance(value, dict):
+            return [str(part) for pair in value.items() for part in pair]
+        return [str(part) for part in value]
+    return values
+
+
+def join_flags(flags: dict[str, list[str]], kinds: dict[str, Any]) -> list[str]:
+    """The inverse of `split_flags`, with switches as tyro has them: --compile and --no-compile."""
+    argv = list(flags.get("", []))
+    for name, values in flags.items():
+        if not name or (name == "resume"):
+            continue
+        if kinds.get(name) is bool and values in (["true"], ["false"], []):
+            group, _, leaf = name.rpartition(".")
+            argv.append(f"--{group + '.' if group else ''}{'no-' if values == ['false'] else ''}{leaf}")
+        else:
+            argv += [f"--{name}", *values]
+    return argv
