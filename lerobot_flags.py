@@ -1,11 +1,11 @@
 """lerobot-train's command line in our words, so that an old command runs as it is. Needs nothing.
 
     flags = split_flags(["--policy.type=act", "--accelerator.mixed_precision=bf16", "--resume=true", ...])
-    flags = translate(flags, kinds)      # {"mixed_precision": ["bf16"], ...}; kinds: our flags and their types
-    argv = join_flags(flags, kinds)      # ["--mixed_precision", "bf16", ...], for tyro
+    flags = translate(flags, kinds)     # {"mixed_precision": ["bf16"], ...}; kinds: our flags, their types
+    argv = join_flags(flags, kinds)     # ["--mixed_precision", "bf16", ...], for tyro
 
-Names that are ours already pass through. What says only what is always so here passes too (ACCEPTED); a flag of
-lerobot-train that has no meaning here is refused with the reason (REFUSED), never ignored.
+Names that are ours already pass through, and so does what says only what is always so here (ACCEPTED); a flag
+of lerobot-train that has no meaning here is refused with the reason (REFUSED), never ignored.
 """
 
 import json
@@ -72,7 +72,7 @@ REFUSED = {
     "dataset.depth_output_unit": "depth cameras are not read here",
     "dataset.": "data sets are read from disk with the --dataset.* flags of --help",
     "prefetch_factor": "two batches a worker are fetched ahead; raise --num-workers instead",
-    "dataloader_multiprocessing_context": "workers are started from a clean server process, which is safe with video decoders",
+    "dataloader_multiprocessing_context": "workers come from a clean server process, safe with decoders",
     "policy.private": "set the visibility of the repository on the hub",
     "policy.tags": "edit the model card on the hub",
     "policy.license": "edit the model card on the hub",
@@ -81,7 +81,7 @@ REFUSED = {
     "wandb.": "set wandb's own environment variables (WANDB_ENTITY, WANDB_MODE, WANDB_RUN_ID)",
     "trackio.": "set trackio's own environment variables",
     "peft.init_type": "adapters start as PEFT's default does: A uniform, B zero",
-    "accelerator.compile.": "regions are chosen by the layout: the whole network, or each wrap unit under FSDP",
+    "accelerator.compile.": "the layout chooses the regions: the whole network, or each wrap unit under FSDP",
     "accelerator.activation_checkpointing.": "ACT's activations are small next to its images",
     "accelerator.": "there is no Accelerate here; see the groups ddp, fsdp and parallelism in --help",
     "parallelism.context_parallel.": "ACT's sequences are short; only data parallelism is offered",
@@ -94,7 +94,7 @@ ENVIRONMENTS = {"AlohaTransferCube-v0": "aloha-transfer-cube", "AlohaInsertion-v
 
 
 def split_flags(argv: list[str]) -> dict[str, list[str]]:
-    """["--a.b=1", "--c", "2", "3"] -> {"a.b": ["1"], "c": ["2", "3"]}; names in snake_case, the last one wins."""
+    """["--a.b=1", "--c", "2", "3"] -> {"a.b": ["1"], "c": ["2", "3"]}; the last one wins."""
     flags: dict[str, list[str]] = {}
     values: list[str] = flags.setdefault("", [])
     for token in argv:
@@ -123,13 +123,15 @@ def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, l
             if name == "resume" and value == "true":
                 values = ["auto"]
             if new in out and new == "eval_freq" and out[new] != values:
-                raise ValueError(f"--{name}={value} contradicts {out[new][0]} given before it; here --eval-freq is one "
-                                 "interval for validation loss and rollouts, so give one value.")  # fmt: skip
+                raise ValueError(
+                    f"--{name}={value} contradicts {out[new][0]} before it; here --eval-freq is one "
+                    "interval for validation loss and rollouts, so give one value."
+                )
             out[new] = as_tyro(values, kinds.get(new))
         elif name in ("policy.push_to_hub", "policy.repo_id"):
             if taken.get("policy.push_to_hub") == "true" and "policy.repo_id" not in flags:
                 raise ValueError(
-                    "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub USER/NAME."
+                    "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub."
                 )
             if name == "policy.repo_id" and taken.get("policy.push_to_hub", "false") == "true":
                 out["push_to_hub"] = values
@@ -145,15 +147,17 @@ def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, l
         elif name in ("scheduler.peak_lr", "scheduler.decay_lr"):
             if not {"scheduler.peak_lr", "scheduler.decay_lr"} <= set(flags):
                 raise ValueError(
-                    "--scheduler.peak_lr and --scheduler.decay_lr go together; or give --scheduler.final-lr-ratio."
+                    "--scheduler.peak_lr and --scheduler.decay_lr go together; give both or neither."
                 )
             ratio = float(taken["scheduler.decay_lr"]) / float(taken["scheduler.peak_lr"])
             out["scheduler.final_lr_ratio"] = [repr(ratio)]
         elif name in ("env.type", "env.task"):
             task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]
             if taken.get("env.type") != "aloha" or task not in ENVIRONMENTS:
-                raise ValueError(f"--{name}={value}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
-                                 "(--env.type=aloha), or choose with --eval.env.")  # fmt: skip
+                raise ValueError(
+                    f"--{name}={value}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
+                    "(--env.type=aloha), or choose with --eval.env."
+                )
             out["eval.env"] = [ENVIRONMENTS[task]]
         elif name in ACCEPTED:
             if value not in ACCEPTED[name]:
@@ -186,7 +190,7 @@ def positive(name: str) -> str:
 
 
 def as_tyro(values: list[str], kind: Any) -> list[str]:
-    """`true` for a switch, `null`, `[1,2]` and `{"A": "B"}`, as draccus takes them, in the words that tyro takes."""
+    """What draccus takes (`true`, `null`, `[1,2]`, `{"A": "B"}`) in the words that tyro takes."""
     values = ["None" if v == "null" else v for v in values]
     if len(values) == 1 and values[0].lower() in ("true", "false"):
         return [values[0].lower() if kind is bool else values[0].capitalize()]

@@ -2,12 +2,12 @@
 
     python train.py --preset demo                                        # a CPU, minutes: trains, then acts
     python train.py --dataset.root DIR --compile                         # one GPU
-    torchrun --nproc-per-node=8 train.py --dataset.root DIR --compile    # eight; any layout gives the same curve
+    torchrun --nproc-per-node=8 train.py --dataset.root DIR --compile    # eight; any layout, same curve
     python train.py --resume outputs/train/.../checkpoints/last          # go on, on whatever hardware is free
 
 Without a data flag the embedded two-arm task (sim.py) is the data set. A run directory holds
 
-    metrics.jsonl            one object per log step      report.html   curves and rollouts, at each evaluation
+    metrics.jsonl            one object per log step      report.html   curves, rollouts: at each evaluation
     checkpoints/005000/      LeRobot's tree (ckpt.py)     checkpoints/last -> 005000, checkpoints/best -> ...
 
 This file is the order of things: flags, construction, step, loop. The parts are model_act.py (the policy),
@@ -51,7 +51,7 @@ import track
 @dataclass(frozen=True)
 class PolicyFlags(model_act.ACTConfig):
     path: str | None = None
-    """Start from the weights saved in this folder (ours or LeRobot's); its config.json gives the other defaults."""
+    """Start from the weights saved in this folder (ours or LeRobot's); its config.json gives the defaults."""
 
     def __post_init__(self) -> None:
         """Checked in `check`: here tyro would catch the error and answer in its own words."""
@@ -125,9 +125,9 @@ class Config:
     checkpoint_format: Literal["safetensors", "dcp", "safetensors_dcp"] = "safetensors"
     """Weights as one file, as shards (needs FSDP or HSDP), or both."""
     async_save: bool = False
-    """Write checkpoints in a background thread from a copy in host memory; the loop pauses for the copy only."""
+    """Write checkpoints in a background thread, from a copy in host memory: the loop pauses for the copy."""
     resume: str | None = None
-    """Go on from a run directory, checkpoints/, a step directory, last, pretrained_model/ or train_config.json;
+    """Go on from a run directory, checkpoints/, a step, last, pretrained_model/ or train_config.json;
     `auto`: the newest whole checkpoint under --output-dir, or a fresh start."""
     eval_freq: int = 0
     """Steps between evaluations: validation loss where there are validation episodes, rollouts where there is
@@ -215,12 +215,12 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-# ---------------------------------------------------------------------------------------------------- the loop
+# ---------------------------------------------------------------------------------------------- the loop
 
 
 @dataclass
 class Parts:
-    """What a step needs. `policy` is the bare ACTPolicy; `module`, which a step calls, is it or its DDP wrapper."""
+    """What a step needs. A step calls `module`: `policy` itself (one process, FSDP) or its DDP wrapper."""
 
     policy: model_act.ACTPolicy
     module: nn.Module
@@ -406,7 +406,8 @@ def save(run: Run, sums: dist.MetricSums, improved: bool) -> None:
     try:
         run.writer.poll()
         pause_s = run.writer.save(
-            place.step, policy=parts.policy, optimizer=parts.optimizer, scheduler=parts.scheduler if cfg.scheduler.name != "none" else None,
+            place.step, policy=parts.policy, optimizer=parts.optimizer,
+            scheduler=parts.scheduler if cfg.scheduler.name != "none" else None,
             scaler=parts.scaler, state=state, policy_config=parts.policy.config_dict(cluster.device.type),
             run_config=to_dict(cfg), stats=run.train_set.stats, adapter=adapter,
             best=improved,
@@ -417,7 +418,7 @@ def save(run: Run, sums: dist.MetricSums, improved: bool) -> None:
 
 
 def finish_saving(run: Run, start: int) -> int:
-    """Wait for a save in the background. Returns 1 if what was trained since `start` is not on disk, else 0."""
+    """Wait for a save in the background. Returns 1 if what was trained since `start` is not on disk."""
     if run.writer is None or run.place.step == start:
         return 0
     try:
@@ -431,7 +432,7 @@ def finish_saving(run: Run, start: int) -> int:
 
 
 def publish(run: Run) -> None:
-    """Upload the last checkpoint. A failure is told, with the command for later; the run is whole without it."""
+    """Upload the last checkpoint. A failure is told, with the command for later; the run stands."""
     cfg, repo_id = run.cfg, run.cfg.push_to_hub
     assert repo_id is not None
     facts = {
@@ -475,7 +476,7 @@ class StopOnSignal:
         return 128 + self._agreed if self._agreed else 0
 
 
-# ------------------------------------------------------------------------------------------------ construction
+# ------------------------------------------------------------------------------------------ construction
 
 
 def check(cfg: Config, cluster: dist.Cluster) -> None:
@@ -509,18 +510,22 @@ def check(cfg: Config, cluster: dist.Cluster) -> None:
         0 <= s.final_lr_ratio <= 1, "scheduler.final-lr-ratio", s.final_lr_ratio, "it is a share, from 0 to 1"
     )
     if s.name == "cosine" and s.warmup_steps >= (s.decay_steps or cfg.steps):
-        raise ValueError(f"--scheduler.warmup-steps={s.warmup_steps} leaves no step for the cosine, which ends at "
-                         f"{s.decay_steps or cfg.steps}; lower it, or raise --scheduler.decay-steps.")  # fmt: skip
+        raise ValueError(
+            f"--scheduler.warmup-steps={s.warmup_steps} leaves no step for the cosine, which ends at "
+            f"{s.decay_steps or cfg.steps}; lower it, or raise --scheduler.decay-steps."
+        )
     if cfg.compile_mode in ("reduce-overhead", "max-autotune") and cluster.sharded:
-        raise ValueError(f"--compile-mode={cfg.compile_mode} records CUDA graphs, which cannot hold the gathers of FSDP; "
-                         "use --compile-mode default or max-autotune-no-cudagraphs, or train with DDP.")  # fmt: skip
+        raise ValueError(
+            f"--compile-mode={cfg.compile_mode} records CUDA graphs, which cannot hold FSDP's gathers; "
+            "use --compile-mode default or max-autotune-no-cudagraphs, or train with DDP."
+        )
     if cfg.peft.enabled and cfg.policy.path is None:
         raise ValueError("--peft.method-type adapts a trained policy: say which with --policy.path.")
     if cfg.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.push_to_hub):
         raise ValueError(f"--push-to-hub={cfg.push_to_hub} is no repository of the hub; give USER/NAME.")
     if cfg.push_to_hub is not None and not cfg.save_checkpoint:
         raise ValueError(
-            "--push-to-hub uploads the last checkpoint, and --no-save-checkpoint writes none; drop one of them."
+            "--push-to-hub uploads the last checkpoint, and --no-save-checkpoint writes none; drop one."
         )
     ckpt.check_flags(cfg.checkpoint_format, cluster.sharded, cfg.keep_last)
     dist.check_precision(cluster, cfg.mixed_precision, cfg.fsdp)
@@ -545,16 +550,18 @@ def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> 
          "--eval-freq has no effect without --dataset.val-split, --dataset.val-episodes or --eval.env"),
         (has_validation and not cfg.eval_freq, "held-out episodes have no effect without --eval-freq"),
         (changed(cfg.sim) and not uses_sim, "--sim.* has no effect with --dataset.root or --dataset.repo-id"),
-        (changed(cfg.peft) and not cfg.peft.enabled, "--peft.* has no effect without --peft.method-type LORA"),
+        (changed(cfg.peft) and not cfg.peft.enabled,
+         "--peft.* has no effect without --peft.method-type LORA"),
         (cfg.profile and cfg.steps < 62, "--profile has no effect: it traces steps 60 to 62"),
-        (not cfg.save_checkpoint and cfg.keep_last is not None, "--keep-last has no effect without checkpoints"),
+        (not cfg.save_checkpoint and cfg.keep_last is not None,
+         "--keep-last has no effect without checkpoints"),
         (cluster.device.type != "cuda" and not cfg.tf32, "--no-tf32 has no effect on a CPU"),
     ]  # fmt: skip
     return [sentence for holds, sentence in found if holds]
 
 
 def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Config:
-    """`cfg` with its run directory, which exists now. Collective: rank 0's clock names it, rank 0 makes it."""
+    """`cfg` with its run directory, which rank 0 names and makes. Collective: call on every rank."""
     now = datetime.now()
     name = cfg.output_dir or f"outputs/train/{now:%Y-%m-%d}/{now:%H-%M-%S}_{cfg.job_name}"
     name = dist.from_main(cluster, name)
@@ -567,8 +574,10 @@ def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Con
                 source is not None and ckpt.run_dir_of(source) == place.resolve()
             )
             if place.is_dir() and any(place.iterdir()) and not goes_on:
-                raise ValueError(f"--output-dir={name} holds files already; name another directory, or go on from it "
-                                 f"with --resume {name}.")  # fmt: skip
+                raise ValueError(
+                    f"--output-dir={name} holds files already; name another directory, or go on from it "
+                    f"with --resume {name}."
+                )
             place.mkdir(parents=True, exist_ok=True)
             probe = place / ".write-test"
             probe.touch()
@@ -638,15 +647,20 @@ def refuse_other_features(saved: dict, inputs: dict, outputs: dict, where: Any) 
     """Raise a sentence that lists every feature in which a checkpoint and the data set differ."""
     wanted = saved["input_features"] | saved["output_features"]
     found = inputs | outputs
+    shape = {
+        key: [side.get(key, {}).get("shape", "absent") for side in (wanted, found)] for key in wanted | found
+    }
     differ = [
-        f"{key} ({wanted.get(key, {}).get('shape', 'absent')} there, {found.get(key, {}).get('shape', 'absent')} here)"
+        f"{key} ({shape[key][0]} there, {shape[key][1]} here)"
         for key in dict.fromkeys([*wanted, *found])
-        if list(wanted.get(key, {}).get("shape", [])) != list(found.get(key, {}).get("shape", []))
-        and wanted.get(key, {}).get("type") != "VISUAL" or (key in wanted) != (key in found)
+        if (list(wanted.get(key, {}).get("shape", [])) != list(found.get(key, {}).get("shape", []))
+        and wanted.get(key, {}).get("type") != "VISUAL") or (key in wanted) != (key in found)
     ]  # fmt: skip
     if differ:
-        raise ValueError(f"The policy in {where} was made for other features than this data set has: {'; '.join(differ)}; "
-                         "choose them with --dataset.state-key, --dataset.action-key and --dataset.image-keys.")  # fmt: skip
+        raise ValueError(
+            f"The policy in {where} was made for other features than this data set has: {'; '.join(differ)}; "
+            "choose them with --dataset.state-key, --dataset.action-key and --dataset.image-keys."
+        )
 
 
 def prepare(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> Parts:
@@ -671,7 +685,7 @@ def prepare(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, step))
     scaler = dist.LossScaler(cluster.device) if cfg.mixed_precision == "fp16" else None
     if graphs:
-        # A CUDA graph owns the gradients it returns: they are added into buffers of our own, never taken over.
+        # A CUDA graph owns the gradients it returns: they are added into our buffers, never taken over.
         for parameter in policy.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -679,7 +693,7 @@ def prepare(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> 
 
 
 def compile_regions(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> bool:
-    """Compile in place: the network as one graph, or under FSDP each wrap unit, since gathers lie between them.
+    """Compile in place: the network as one graph; under FSDP each wrap unit, for gathers lie between.
 
     Returns whether CUDA graphs will be recorded.
     """
@@ -715,7 +729,7 @@ def lr_factor(cfg: Config, step: int) -> float:
 
 
 def load_place(cfg: Config, cluster: dist.Cluster, parts: Parts, source: Path | None) -> Place:
-    """Optimizer, schedule and loss scale of the checkpoint, and the place in the run. Nothing communicates."""
+    """Optimizer, schedule, loss scale and place in the run of the checkpoint. Nothing communicates."""
     if source is None:
         return Place()
     base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
@@ -727,7 +741,7 @@ def load_place(cfg: Config, cluster: dist.Cluster, parts: Parts, source: Path | 
         raise ValueError(
             f"--steps={cfg.steps} is behind the checkpoint's step {state['step']}; give a larger --steps."
         )
-    # The configuration (saved, then flags) is the truth, and the schedule a function of the step: no state to load.
+    # The configuration (saved, then flags) is the truth; the schedule, a function of the step, has no state.
     for group, lr, weight_decay in zip(parts.optimizer.param_groups, base_lrs, weight_decays):
         group |= {"initial_lr": lr, "lr": lr * lr_factor(cfg, state["step"]), "weight_decay": weight_decay}
         group |= {"betas": cfg.optimizer.betas, "eps": cfg.optimizer.eps}
@@ -736,8 +750,12 @@ def load_place(cfg: Config, cluster: dist.Cluster, parts: Parts, source: Path | 
     parts.scheduler._last_lr = [group["lr"] for group in parts.optimizer.param_groups]
     batch = cfg.batch_size * cluster.world_size * cfg.gradient_accumulation_steps
     if cluster.is_main and state.get("effective_batch_size", batch) != batch:
-        print(f"warning: the effective batch is {batch} samples now and was {state['effective_batch_size']}; the order of the "
-              "samples goes on, the curve is another one.", file=sys.stderr)  # fmt: skip
+        was = state["effective_batch_size"]
+        print(
+            f"warning: the effective batch is {batch} samples now and was {was}; the order of the samples "
+            "goes on, the curve is another one.",
+            file=sys.stderr,
+        )
     known = {f.name for f in dataclasses.fields(Place)}
     return Place(**{key: value for key, value in state.items() if key in known})
 
@@ -760,7 +778,7 @@ def make_loader(cfg: Config, cluster: dist.Cluster, batches: Any) -> torch.utils
 
 
 class RunLog:
-    """What the run says: console, RUN/metrics.jsonl, tracker. Rank 0 speaks; elsewhere the calls write nothing."""
+    """What the run says: console, RUN/metrics.jsonl, tracker. Only rank 0 speaks."""
 
     def __init__(
         self, cfg: Config, cluster: dist.Cluster, train_set: data.EpisodeDataset, place: Place
@@ -790,14 +808,20 @@ class RunLog:
             self.warn(line.removeprefix("warning: ")) if line.startswith("warning:") else self.say(line)
         held_out = f", {val_set.num_episodes} episodes held out" if val_set is not None else ""
         self.say(f"data: {train_set.num_episodes} episodes, {len(train_set):,} frames to train on{held_out}")
-        self.say(f"policy: {sum(p.numel() for p in parts.policy.parameters()):,} parameters, {trained:,} trained; "
-                 f"inputs {', '.join(parts.policy.input_features)}")  # fmt: skip
-        self.say(f"layout: {cluster.mode}, {cluster.world_size} ranks = dp_replicate {cluster.dp_replicate} x dp_shard "
-                 f"{cluster.dp_shard}, {cluster.device.type}, precision {cfg.mixed_precision}, "
-                 f"{'compiled' if cfg.compile else 'eager'}")  # fmt: skip
-        self.say(f"batch: {cfg.batch_size} a rank x {cluster.world_size} ranks x {cfg.gradient_accumulation_steps} accumulated "
-                 f"= {effective} effective; {cfg.steps:,} steps = {samples:,} samples = "
-                 f"{samples / len(train_set):.2f} epochs; lr {lrs} ({cfg.scheduler.name} schedule, nothing is scaled)")  # fmt: skip
+        total = sum(p.numel() for p in parts.policy.parameters())
+        inputs = ", ".join(parts.policy.input_features)
+        self.say(f"policy: {total:,} parameters, {trained:,} trained; inputs {inputs}")
+        self.say(
+            f"layout: {cluster.mode}, {cluster.world_size} ranks = dp_replicate {cluster.dp_replicate} x "
+            f"dp_shard {cluster.dp_shard}, {cluster.device.type}, precision {cfg.mixed_precision}, "
+            f"{'compiled' if cfg.compile else 'eager'}"
+        )
+        self.say(
+            f"batch: {cfg.batch_size} a rank x {cluster.world_size} ranks x "
+            f"{cfg.gradient_accumulation_steps} accumulated = {effective} effective; {cfg.steps:,} steps = "
+            f"{samples:,} samples = {samples / len(train_set):.2f} epochs; "
+            f"lr {lrs} (schedule {cfg.scheduler.name}, not scaled)"
+        )
         self.say(f"run: {cfg.output_dir}, from step {place.step}, sample {place.samples_seen:,}")
         for sentence in without_effect(cfg, cluster, val_set is not None):
             self.warn(sentence + ".")
@@ -824,7 +848,7 @@ class RunLog:
         """The log line and row of the steps since the last one. Collective: call on every rank."""
         cfg, cluster = self.cfg, self.cluster
         if cluster.device.type == "cuda":
-            torch.cuda.synchronize()  # the host read below would wait all the same; now it counts as step time
+            torch.cuda.synchronize()  # the read below would wait all the same; now it is step time
         self.step_done(self._waited_before)
         steps = self._steps - 1
         sums.add_times({"step_s": self._elapsed / steps, "data_s": self._waited / steps})
@@ -840,14 +864,18 @@ class RunLog:
         self._row(row)
         eta = int((cfg.steps - place.step) * step_s)
         self.say(
-            f"step {place.step:,}/{cfg.steps:,}  samples {place.samples_seen:,}  epoch {epoch:.2f}  loss {row['loss']:.4f}  "
-            f"l1 {row['l1_loss']:.4f}  kld {row['kld_loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {lr:.2e}  "
+            f"step {place.step:,}/{cfg.steps:,}  samples {place.samples_seen:,}  epoch {epoch:.2f}  "
+            f"loss {row['loss']:.4f}  l1 {row['l1_loss']:.4f}  kld {row['kld_loss']:.4f}  "
+            f"grad_norm {row['grad_norm']:.3f}  lr {lr:.2e}  "
             f"step {step_s:.4f} s  data {data_s:.4f} s ({data_s / step_s:.0%})  {rate:.1f} samples/s  "
             f"mem {memory_gb(cluster):.1f} GB  eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"
         )
         if data_s > 0.2 * step_s and self._logged_before:
-            self.warn(f"{data_s / step_s:.0%} of the time is spent waiting for data; raise --num-workers (now "
-                      f"{cfg.num_workers}) or decode once with --dataset.cache disk.", once="data")  # fmt: skip
+            self.warn(
+                f"{data_s / step_s:.0%} of the time is spent waiting for data; raise --num-workers (now "
+                f"{cfg.num_workers}) or decode once with --dataset.cache disk.",
+                once="data",
+            )
 
         self._logged_before = True
 
@@ -858,8 +886,11 @@ class RunLog:
 
     def _row(self, row: dict[str, float]) -> None:
         if not math.isfinite(row.get("loss", 0.0)):
-            self.warn(f"the loss is {row['loss']} at step {row['step']:.0f}; lower --optimizer.lr, or look for broken rows "
-                      "with: python data.py check --root DIR", once="loss")  # fmt: skip
+            self.warn(
+                f"the loss is {row['loss']} at step {row['step']:.0f}; lower --optimizer.lr, or look for "
+                "broken rows with: python data.py check --root DIR",
+                once="loss",
+            )
         self.tracker.log(int(row["step"]), row)
         self.last_values |= {key: row[key] for key in row if key.endswith(("loss", "success_rate"))}
         if self._file is not None:
@@ -1001,8 +1032,8 @@ def with_saved_policy(default: PolicyFlags, saved: dict[str, Any], path: str) ->
 def resumed_config(source: Path, output_dir: str | None, flags: dict[str, list[str]]) -> Config:
     """The configuration saved in a checkpoint, as defaults for the flags.
 
-    The layout is not part of what a run is: degrees that do not fit the processes of today fall back to DDP (or
-    one process), and shards that it cannot write to safetensors.
+    The layout is not part of what a run is: degrees that do not fit today's processes fall back to DDP (or
+    one process), and a format of shards, which that cannot write, to safetensors.
     """
     values = ckpt.load_run_config(source)
     config = from_dict(Config, values, PRESETS.get(values.get("preset", "aloha"), Config()))
@@ -1041,8 +1072,10 @@ def from_dict(kind: type, values: dict[str, Any], default: Any) -> Any:
     """
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"The saved configuration has keys that this version does not know: {', '.join(unknown)}; "
-                         "remove them from training_state/run_config.json.")  # fmt: skip
+        raise ValueError(
+            f"The saved configuration has keys that this version does not know: {', '.join(unknown)}; "
+            "remove them from training_state/run_config.json."
+        )
     changes = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(hints[name]):

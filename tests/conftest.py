@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread a process, the fixtures' folder, and where larger reference files may lie."""
+"""Shared by all tests: one thread a process, the fixtures' folder, where larger reference files may lie."""
 
 import os
 import sys

@@ -53,7 +53,7 @@ def _rank_main(function, rank, world_size, port, init_group, args, queue) -> Non
 
 
 def run_ranks(world_size: int, function, *args: Any, deadline_s: float = 90, init_group: bool = True) -> list:
-    """Results by rank. Raises AssertionError with the traceback of the first rank that failed, or on a hang."""
+    """Results by rank. Raises AssertionError: the traceback of the first rank that failed, or a hang."""
     queue = _context.Queue()
     port = free_port()
     processes = [
