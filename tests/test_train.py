@@ -198,7 +198,7 @@ LEROBOT = (
     "--optimizer.type=adamw --optimizer.betas=[0.9,0.999] --scheduler.type=cosine_decay_with_warmup "
     "--scheduler.num_warmup_steps=2 --scheduler.num_decay_steps=4 --scheduler.peak_lr=1e-3 --scheduler.decay_lr=1e-4 "
     "--use_policy_training_preset=false --dataset.episodes=[0,1] --policy.use_vae=false --trackio.enable=false "
-).split()  # noqa: SIM905 - it reads as what is pasted
+).split()
 
 
 def test_a_lerobot_command_line_does_what_our_own_spelling_does(tmp_path):
