@@ -265,8 +265,8 @@ def train(run: Run) -> int:
         run.train_set, cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size,
         cfg.gradient_accumulation_steps, cfg.steps, place.step, place.samples_seen,
     )  # fmt: skip
-    loader = data.to_device(make_loader(cfg, cluster, batches), cluster.device)
     stop, profiler = StopOnSignal(cluster), Profiler(cfg, cluster, place.step)
+    loader = data.to_device(make_loader(cfg, cluster, batches), cluster.device)
     sums = dist.MetricSums(cluster, place.unlogged)
     evaluates = cfg.eval_freq > 0 and (run.val_loader is not None or cfg.eval.env is not None)
     start = place.step
@@ -451,8 +451,8 @@ def publish(run: Run) -> None:
 class StopOnSignal:
     """SIGTERM or SIGUSR1 on any rank: all ranks leave the loop after the same step, with a checkpoint.
 
-    Build it when the loader's workers are running: they ignore these signals, this process must not (torchrun
-    and Slurm signal the whole group).
+    Build it before the loader's workers start, which may take seconds. torchrun and Slurm signal the whole
+    group: the workers ignore it (see data.py), this process must not.
     """
 
     def __init__(self, cluster: dist.Cluster) -> None:
