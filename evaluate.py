@@ -158,8 +158,8 @@ def run(cfg: Command) -> None:
 # --------------------------------------------------------------------------------------------------- rollouts
 
 
-def check(cfg: RolloutConfig) -> None:
-    """Refuse what cannot work, before any work.
+def check(cfg: RolloutConfig, prefix: str = "") -> None:
+    """Refuse what cannot work, before any work. `prefix` comes before the flags' names: "eval." or nothing.
 
     Raises:
         ValueError: a flag is out of range.
@@ -168,13 +168,15 @@ def check(cfg: RolloutConfig) -> None:
     for flag in ("episodes", "batch_size", "n_action_steps"):
         value = getattr(cfg, flag)
         if value is not None and value < 1:
-            raise ValueError(f"--{flag.replace('_', '-')}={value} cannot work: it must be at least 1.")
+            raise ValueError(
+                f"--{prefix}{flag.replace('_', '-')}={value} cannot work: it must be at least 1."
+            )
     if cfg.seed < 0:
-        raise ValueError(f"--seed={cfg.seed} cannot work: seeds of episodes are 0 or more.")
+        raise ValueError(f"--{prefix}seed={cfg.seed} cannot work: seeds of episodes are 0 or more.")
     if cfg.temporal_ensemble_coeff is not None and (cfg.n_action_steps or 1) != 1:
         raise ValueError(
-            f"--temporal-ensemble-coeff={cfg.temporal_ensemble_coeff} asks the policy at every step; "
-            f"drop --n-action-steps={cfg.n_action_steps}."
+            f"--{prefix}temporal-ensemble-coeff={cfg.temporal_ensemble_coeff} asks the policy at every step; "
+            f"drop --{prefix}n-action-steps={cfg.n_action_steps}."
         )
     if cfg.env is not None and cfg.env.startswith("aloha"):
         _aloha(cfg.env)

@@ -46,6 +46,7 @@ import lora
 import model_act
 import sim
 import track
+from sim import SimConfig
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,6 @@ class SchedulerConfig:
     shortened to fit, as LeRobot does."""
     final_lr_ratio: float = 0.0
     """The cosine's floor, as a share of the learning rate."""
-
-
-@dataclass(frozen=True)
-class SimConfig:
-    episodes: int = 50
-    """Demonstrations of the embedded task, the data set where none is named."""
-    seed: int = 0
-    """Decides the demonstrations."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ class Config:
     ddp: dist.DDPConfig = field(default_factory=dist.DDPConfig)
     fsdp: dist.FSDPConfig = field(default_factory=dist.FSDPConfig)
     dataset: data.DatasetConfig = field(default_factory=data.DatasetConfig)
-    sim: SimConfig = field(default_factory=SimConfig)
+    sim: SimConfig = field(default_factory=SimConfig)  # a field must not hide its module
     policy: PolicyFlags = field(default_factory=PolicyFlags)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -166,16 +159,22 @@ class Config:
 
 DEMO = Config(
     preset="demo",
-    steps=3000,
-    batch_size=16,
+    steps=900,
+    batch_size=32,
     num_workers=1,
     log_freq=50,
     save_freq=0,
+    eval_freq=300,
+    sim=SimConfig(episodes=200),
+    # Nothing is pretrained here, so the images are normalised with their own statistics.
+    dataset=data.DatasetConfig(image_size=(60, 80), val_split=0.02, cache="off", use_imagenet_stats=False),
     policy=PolicyFlags(
-        pretrained_backbone_weights=None, dim_model=128, n_heads=4, dim_feedforward=512, n_encoder_layers=2,
-        n_vae_encoder_layers=2, latent_dim=16, dropout=0.0, optimizer_lr=3e-4, optimizer_lr_backbone=3e-4,
+        pretrained_backbone_weights=None, n_action_steps=50, dim_model=128, n_heads=4, dim_feedforward=256,
+        n_encoder_layers=2, n_vae_encoder_layers=1, dropout=0.0,
+        optimizer_lr=3e-4, optimizer_lr_backbone=3e-4,
     ),
-    dataset=data.DatasetConfig(image_size=(96, 128), val_split=0.05),
+    scheduler=SchedulerConfig(name="cosine", warmup_steps=50),
+    eval=evaluate.EvalConfig(env="sim"),
 )  # fmt: skip
 PRESETS = {"aloha": Config(), "demo": DEMO}
 
@@ -206,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     if val_set is not None:
         batches = data.ValBatches(val_set, cfg.batch_size, cluster.rank, cluster.world_size)
         val_loader = make_loader(cfg, cluster, batches)
-    run = Run(cfg, cluster, parts, place, train_set, val_loader, writer, log)
+    run = Run(cfg, cluster, parts, place, train_set, val_set, val_loader, writer, log)
     code = train(run)
     if cfg.push_to_hub is not None and code == 0 and cluster.is_main:
         publish(run)
@@ -253,6 +252,7 @@ class Run:
     parts: Parts
     place: Place
     train_set: data.EpisodeDataset
+    val_set: data.EpisodeDataset | None
     val_loader: torch.utils.data.DataLoader | None
     writer: ckpt.CheckpointWriter | None
     log: "RunLog"
@@ -270,7 +270,10 @@ def train(run: Run) -> int:
     sums = dist.MetricSums(cluster, place.unlogged)
     evaluates = cfg.eval_freq > 0 and (run.val_loader is not None or cfg.eval.env is not None)
     start = place.step
+    if evaluates and start == 0 and run.val_loader is not None:
+        log.write_evaluation(place, {"val_l1_loss": validation_loss(run)})  # what training starts from
     run.parts.module.train()
+    log.restart_clock()
     for step in range(start, cfg.steps):
         window = batches.window(step)
         train_step(cfg, cluster, run.parts, next(loader), window, step, sums)
@@ -326,7 +329,7 @@ def train_step(cfg, cluster, parts: Parts, batch: dict[str, Tensor], window: ran
 
 
 def evaluate_now(run: Run) -> bool:
-    """Validation loss and rollouts, where the run has them; True if they are the best so far.
+    """Validation loss, rollouts and pictures, as far as the run has them; True if it is the best so far.
 
     Collective: call on every rank; each takes its share, all get the result.
     """
@@ -334,12 +337,13 @@ def evaluate_now(run: Run) -> bool:
     results: dict[str, float] = {}
     if run.val_loader is not None:
         results["val_l1_loss"] = validation_loss(run)
-    if cfg.eval.env is not None:
-        policy = whole_policy(run.parts, cluster)
-        with dist.patience(cluster):
-            results |= evaluate.evaluate_in_training(policy, cfg.eval, cluster, run_dir(cfg), place.step)
+    policy, shown = whole_policy(run), evaluate.spread_out(run.val_set or run.train_set)
+    with dist.patience(cluster):
+        results |= evaluate.evaluate_in_training(policy, cfg.eval, cluster, run_dir(cfg), place.step, shown)
     run.parts.module.train()
     run.log.write_evaluation(place, results)
+    if cluster.is_main:
+        evaluate.write_report(run_dir(cfg), run_dir(cfg).name)
     # A higher success rate is better, and a lower validation loss.
     score = results.get("success_rate", -results.get("val_l1_loss", math.inf))
     improved = place.best is None or score > place.best
@@ -365,14 +369,19 @@ def validation_loss(run: Run) -> float:
     return loss / count
 
 
-def whole_policy(parts: Parts, cluster: dist.Cluster) -> model_act.ACTPolicy:
-    """The policy unsharded, for rollouts: itself, or a gathered copy. Collective: call on every rank."""
-    if not cluster.sharded:
+def whole_policy(run: Run) -> model_act.ACTPolicy:
+    """The policy for rollouts: itself, or a copy, gathered and not compiled: rollouts have other shapes.
+
+    Collective: call on every rank.
+    """
+    parts, cluster = run.parts, run.cluster
+    if not cluster.sharded and not run.cfg.compile:
         return parts.policy
-    copy = model_act.ACTPolicy(
-        parts.policy.config, parts.policy.input_features, parts.policy.output_features, parts.policy.stats
-    )
-    copy.load_state_dict(dist.gathered_state_dict(parts.policy))
+    policy = parts.policy
+    copy = model_act.ACTPolicy(policy.config, policy.input_features, policy.output_features, policy.stats)
+    if parts.peft is not None:
+        lora.apply_lora(copy, parts.peft)
+    copy.load_state_dict(dist.gathered_state_dict(policy))
     return copy.to(cluster.device)
 
 
@@ -527,6 +536,7 @@ def check(cfg: Config, cluster: dist.Cluster) -> None:
         raise ValueError(
             "--push-to-hub uploads the last checkpoint, and --no-save-checkpoint writes none; drop one."
         )
+    evaluate.check(cfg.eval, prefix="eval.")
     ckpt.check_flags(cfg.checkpoint_format, cluster.sharded, cfg.keep_last)
     dist.check_precision(cluster, cfg.mixed_precision, cfg.fsdp)
 

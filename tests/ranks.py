@@ -11,6 +11,7 @@ inside an initialised gloo group (init_group=False: the torchrun variables are s
 
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -23,9 +24,15 @@ _context.set_forkserver_preload(
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port outside the range from which the system gives ports to others in the meantime."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
 
 
 def _rank_main(function, rank, world_size, port, init_group, args, queue) -> None:

@@ -206,7 +206,7 @@ def test_the_flag_changes_what_it_says(flag, base_run, tmp_path, capsys):
     before, after = tmp_path / "before", tmp_path / "after"
     if flag == "preset":
         # The preset's own size would take long; what it brings along is seen in what no flag here overrides.
-        without, added = [*SIM, *without], [*SIM, *added, "--eval-freq", "0"]
+        without, added = [*SIM, *without], [*SIM, *added, "--eval-freq", "0", "--scheduler.name", "none"]
     assert probe(observe(without, before, capsys)) != probe(observe([*without, *added], after, capsys))
 
 

@@ -177,8 +177,8 @@ def test_validation_is_the_mean_over_every_frame_once_in_any_layout(tmp_path):
     losses = [
         row["val_l1_loss"] for name in ("one", "two") for row in rows(tmp_path / name) if "val_l1_loss" in row
     ]
-    assert len(losses) == 4
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    assert len(losses) == 6  # two runs, before the first step and after each of two
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["env_state_v3", "two_cam_v3", "aloha_img_v3"])
@@ -248,6 +248,8 @@ BAD = {
     "--parallelism.dp-shard=3": "world size is 1",
     "--peft.method-type=LORA": "--policy.path",
     "--push-to-hub=nonsense": "USER/NAME",
+    "--eval.episodes=0": "--eval.episodes",
+    "--eval.seed=-1": "--eval.seed",
     "--resume=nowhere": "nowhere",
     "--tracker=wandb --no-save-checkpoint --push-to-hub=a/b": "--no-save-checkpoint",
 }
