@@ -312,7 +312,8 @@ def train_step(cfg, cluster, parts: Parts, batch: dict[str, Tensor], window: ran
     Nothing is read back from the device: what is to be logged is added to `sums`, on the device.
     """
     last_of_window = step + 1 == window.stop
-    torch.compiler.cudagraph_mark_step_begin()
+    if parts.keep_grads:
+        torch.compiler.cudagraph_mark_step_begin()  # its import costs an eager run a second
     with dist.accumulate(parts.module, last_of_window):
         with dist.autocast(cluster, cfg.mixed_precision, cfg.fsdp):
             loss, metrics = parts.module(batch)
