@@ -1226,7 +1226,8 @@ def read_shard_metadata(directory: Path) -> Metadata:
         with open(path, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         entries, storage = metadata.state_dict_metadata, metadata.storage_data
-        assert isinstance(metadata, Metadata) and isinstance(entries, dict) and isinstance(storage, dict)
+        if not (isinstance(metadata, Metadata) and isinstance(entries, dict) and isinstance(storage, dict)):
+            raise TypeError("it is not the metadata of shards")
         files = {info.relative_path for info in storage.values()}
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None

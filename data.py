@@ -31,6 +31,7 @@ import hashlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -39,6 +40,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -507,8 +509,18 @@ def _same(batch: Any) -> Any:
 
 class _Loader(DataLoader):
     def __iter__(self):
+        began = self._iterator
         with _deaf_children():
-            return super().__iter__()
+            iterator = super().__iter__()
+        if iterator is not began:
+            atexit.register(_kill, iterator._workers)  # type: ignore[attr-defined]
+        return iterator
+
+
+def _kill(workers: list) -> None:
+    """At exit Python sends its daemons SIGTERM and waits; these ignore it, and an error would hang."""
+    for worker in workers:
+        worker.kill()
 
 
 @contextmanager
@@ -529,6 +541,16 @@ def _start_worker(worker: int) -> None:
     for number in WORKERS_IGNORE:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+
+
+def _end_with_trainer() -> None:
+    """A killed trainer takes its workers along. torch's own watch is on the parent process, which here is the
+    server, and the server stays as long as it has workers (torch 2.14)."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+        trainer.join()
+        os._exit(1)
 
 
 def to_device(loader: DataLoader, device: torch.device | str) -> "DeviceBatches":
@@ -1662,10 +1684,35 @@ def _write_images(file: BinaryIO, path: Path, key: str, root: Path) -> None:
                 content = value.get("bytes") if isinstance(value, dict) else value
                 if content is None and isinstance(value, dict) and value.get("path"):
                     content = _inside(root, "{path}", path=value["path"]).read_bytes()
+                if content and not _is_whole_image(content):
+                    raise DatasetError(
+                        f"{path}: the image of {key} in row {len(offsets) - 1} is damaged; replace it, or "
+                        "leave out its episode."
+                    )
                 file.write(content or b"")
                 offsets.append(offsets[-1] + len(content or b""))
     file.write(b"\0" * (-offsets[-1] % 8))
     file.write(np.array([*offsets, len(offsets) - 1], np.int64).tobytes())
+
+
+def _is_whole_image(content: bytes) -> bool:
+    """Checksums of a PNG, the end of a JPEG; of other kinds nothing is known.
+
+    Before the decoder sees it: a PNG with a wrong checksum crashes or hangs torchvision's (0.29), and a JPEG
+    that is cut becomes a picture with a gray part.
+    """
+    if content[:3] == b"\xff\xd8\xff":
+        return content.rstrip(b"\0").endswith(b"\xff\xd9")
+    if content[:8] != b"\x89PNG\r\n\x1a\n":
+        return True
+    place, kind = 8, b""
+    while kind != b"IEND" and place + 12 <= len(content):
+        end = place + 8 + int.from_bytes(content[place : place + 4])
+        kind = content[place + 4 : place + 8]
+        if zlib.crc32(content[place + 4 : end]) != int.from_bytes(content[end : end + 4]):
+            return False
+        place = end + 4
+    return kind == b"IEND"
 
 
 # ---- statistics --------------------------------------------------------------------------------------------

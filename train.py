@@ -16,6 +16,7 @@ data.py (frames, sample order), dist.py (ranks, sharding, precision), ckpt.py (c
 sim.py is the embedded task.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -197,15 +198,13 @@ def main(argv: list[str] | None = None) -> int:
             place = load_place(cfg, cluster, parts, source)
             log = RunLog(cfg, cluster, train_set, place)
         writer = checkpoint_writer(cfg, cluster)
+        with dist.raise_together(cluster):
+            loaders = make_loaders(cfg, cluster, place, train_set, val_set)
     except USER_ERRORS as error:
         print(error, file=sys.stderr)
         return 1
     log.banner(parts, val_set, place)
-    val_loader = None
-    if val_set is not None:
-        batches = data.ValBatches(val_set, cfg.batch_size, cluster.rank, cluster.world_size)
-        val_loader = make_loader(cfg, cluster, batches)
-    run = Run(cfg, cluster, parts, place, train_set, val_set, val_loader, writer, log)
+    run = Run(cfg, cluster, parts, place, train_set, val_set, *loaders, writer, log)
     code = train(run)
     if cfg.push_to_hub is not None and code == 0 and cluster.is_main:
         publish(run)
@@ -253,6 +252,7 @@ class Run:
     place: Place
     train_set: data.EpisodeDataset
     val_set: data.EpisodeDataset | None
+    train_loader: torch.utils.data.DataLoader
     val_loader: torch.utils.data.DataLoader | None
     writer: ckpt.CheckpointWriter | None
     log: "RunLog"
@@ -261,12 +261,9 @@ class Run:
 def train(run: Run) -> int:
     """Train from `run.place` to --steps. Collective: call on every rank. Returns the exit code."""
     cfg, cluster, place, log = run.cfg, run.cluster, run.place, run.log
-    batches = data.TrainBatches(
-        run.train_set, cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size,
-        cfg.gradient_accumulation_steps, cfg.steps, place.step, place.samples_seen,
-    )  # fmt: skip
+    batches: Any = run.train_loader.dataset
     stop, profiler = StopOnSignal(cluster), Profiler(cfg, cluster, place.step)
-    loader = data.to_device(make_loader(cfg, cluster, batches), cluster.device)
+    loader = data.to_device(run.train_loader, cluster.device)
     sums = dist.MetricSums(cluster, place.unlogged)
     evaluates = cfg.eval_freq > 0 and (run.val_loader is not None or cfg.eval.env is not None)
     start = place.step
@@ -781,6 +778,20 @@ def checkpoint_writer(cfg: Config, cluster: dist.Cluster) -> ckpt.CheckpointWrit
     )  # fmt: skip
 
 
+def make_loaders(
+    cfg: Config, cluster: dist.Cluster, place: Place, train_set: data.EpisodeDataset, val_set: Any
+) -> tuple[torch.utils.data.DataLoader, torch.utils.data.DataLoader | None]:
+    """Loaders of the training batches from `place` on and of the validation's, if any; none starts yet."""
+    train_batches = data.TrainBatches(
+        train_set, cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size,
+        cfg.gradient_accumulation_steps, cfg.steps, place.step, place.samples_seen,
+    )  # fmt: skip
+    if val_set is None:
+        return make_loader(cfg, cluster, train_batches), None
+    val_batches = data.ValBatches(val_set, cfg.batch_size, cluster.rank, cluster.world_size)
+    return make_loader(cfg, cluster, train_batches), make_loader(cfg, cluster, val_batches)
+
+
 def make_loader(cfg: Config, cluster: dist.Cluster, batches: Any) -> torch.utils.data.DataLoader:
     return data.make_loader(batches, cfg.num_workers, pin_memory=cluster.device.type == "cuda")
 
@@ -916,13 +927,13 @@ class RunLog:
 
     def say(self, line: str) -> None:
         if self.cluster.is_main:
-            print(line, flush=True)
+            speak(line, sys.stdout)
 
     def warn(self, sentence: str, once: str | None = None) -> None:
         """A warning on stderr; with `once`, only the first of that name."""
         said = self.__dict__.setdefault("_said", set())
         if self.cluster.is_main and once not in said:
-            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+            speak(f"warning: {sentence}", sys.stderr)
         said.update({once} - {None})
 
     def finish(self) -> None:
@@ -931,13 +942,31 @@ class RunLog:
             self._file.close()
 
 
+def speak(line: str, stream: typing.TextIO) -> None:
+    """Print; a console that is gone (a closed terminal, `| head`) or full does not end a run."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def open_metrics(path: Path, step: int) -> typing.TextIO:
     """The metrics file, without the rows after `step`, which a resumed run will write again."""
     if path.exists():
-        rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        kept = [line for line in rows if json.loads(line)["step"] <= step]
+        lines, kept, broken = path.read_bytes().splitlines(keepends=True), [], 0
+        for line in lines:
+            try:
+                kept += [line] if json.loads(line)["step"] <= step and line.endswith(b"\n") else []
+                broken += not line.endswith(b"\n")
+            except (ValueError, TypeError, KeyError, IndexError):
+                broken += 1
+        if broken:
+            print(
+                f"warning: {path}: {broken} of {len(lines)} rows are damaged and left out.", file=sys.stderr
+            )
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.write_bytes(b"".join(kept))
         os.replace(temporary, path)
     return path.open("a")
 
@@ -1022,7 +1051,7 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         Config,
         args=lerobot_flags.join_flags(flags, kinds),
         default=default,
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").split("\n\n")[0],
     )
     if source is not None:
         print_changes(default, config)

@@ -731,14 +731,15 @@ def test_a_signal_while_workers_start_is_kept_for_our_handler():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_a_trainer_that_is_killed(method, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
         f"import sys, time\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
         "import test_data, data\n"
         "if __name__ == '__main__':\n"
         "    batches = data.TrainBatches(test_data.columns_with(test_data.Slow(40)), 0, 4, 0, 1, 1, 10**6)\n"
-        "    it = iter(data.make_loader(batches, 2, start_method='fork'))\n"
+        f"    it = iter(data.make_loader(batches, 2, start_method={method!r}))\n"
         "    next(it)\n"
         "    print(*[w.pid for w in it._workers], flush=True)\n"
         "    time.sleep(60)\n"
@@ -758,6 +759,22 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
     ):
         assert time.monotonic() < end, "workers outlive the trainer"
         time.sleep(0.1)
+
+
+def test_an_error_in_the_loop_ends_the_process_though_its_workers_are_deaf(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import test_data, data\n"
+        "def main():\n"
+        "    batches = data.TrainBatches(test_data.columns_with(test_data.Slow(40)), 0, 4, 0, 1, 1, 10**6)\n"
+        "    for batch in data.to_device(data.make_loader(batches, 2), 'cpu'):\n"
+        "        raise KeyboardInterrupt\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr
 
 
 def test_too_little_shared_memory_is_a_sentence(counted, monkeypatch):

@@ -1,0 +1,52 @@
+"""Bad days of a run against what must be left of it: closed consoles, damaged metrics, too little shared memory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from test_train import ENV, rows, run
+
+import train
+
+
+def test_a_run_whose_console_is_gone_trains_on(tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *ENV,
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--steps",
+        "3",
+    ]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert len(rows(tmp_path / "run")) == 3 and (tmp_path / "run/checkpoints/000003").is_dir()
+
+
+def test_damaged_rows_of_the_metrics_are_left_out_with_a_warning(tmp_path, capsys):
+    assert run(tmp_path / "run", "--steps", "3") == 0
+    file = tmp_path / "run/metrics.jsonl"
+    first, second, third = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + b"\xff" + second + b'{"samples": 4}\n[]\n' + third[:-9])
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 4]
+    assert "metrics.jsonl: 4 of 5 rows are damaged" in capsys.readouterr().err
+    assert json.loads(first) == json.loads(file.read_bytes().splitlines()[0])
+
+
+@pytest.mark.parametrize("flags", [[], ["--dataset.val-split", "0.3", "--eval-freq", "1"]])
+def test_too_little_shared_memory_is_one_sentence_before_the_run(flags, tmp_path, capsys, monkeypatch):
+    real = shutil.disk_usage
+    small = lambda path: shutil._ntuple_diskusage(9, 9, -1) if path == "/dev/shm" else real(path)  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", small)
+    assert run(tmp_path / "run", "--steps", "1", *flags, "--num-workers", "2") == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert "--num-workers=2" in said[-1] and "Traceback" not in "".join(said)
