@@ -448,10 +448,10 @@ class Dropout:
         self.threshold, self.scale = out_of_65536 - 32768, 65536 / (65536 - out_of_65536)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Dropout of attention weights (B, H, M, N) that only a product reads."""
+        """Attention weights (B, H, M, N), masked, for a product to read; that is still to be scaled."""
         if self.bits is None or torch.compiler.is_compiling():
-            return self._plain(x)
-        return _Drop.apply(x, self._dropped(x), self.scale)
+            return x if self.bits is None else x.masked_fill(self._dropped(x), 0)
+        return _Mask.apply(x, self._dropped(x))
 
     def sums(self, x: Tensor) -> Tensor:
         """The row sums of attention weights after dropout: (B or 1, H, M, N) -> (B, H, M, 1)."""
@@ -478,22 +478,41 @@ class Dropout:
         return self.bits[:, start : self.used].unflatten(1, x.shape[1:]) < self.threshold
 
 
-class _Drop(torch.autograd.Function):
-    """Eager dropout in few passes over memory; overwrites its gradient, which a product must have written."""
+# Eager operations in few passes over memory, for a CPU is slow at fresh memory. Each overwrites its gradient,
+# which its only reader (a product, a convolution, a pooling, or a sum of such) has just written for it alone.
+
+
+class _Mask(torch.autograd.Function):
+    """masked_fill with 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dropped: Tensor) -> Tensor:
         ctx.save_for_backward(dropped)
-        ctx.scale = scale
-        return x.masked_fill(dropped, 0).mul_(scale)
+        return x.masked_fill(dropped, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad.masked_fill_(ctx.saved_tensors[0], 0).mul_(ctx.scale), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.masked_fill_(ctx.saved_tensors[0], 0), None
+
+
+class _Relu(torch.autograd.Function):
+    """ReLU in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.relu_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward.grad_input(grad, y, 0, grad_input=grad)
 
 
 class _ReluDrop(torch.autograd.Function):
-    """ReLU and dropout, in place both ways: what is positive in the end is what passes the gradient on."""
+    """ReLU and dropout in place: what is positive in the end is what passes the gradient on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: float) -> Tensor:
@@ -874,7 +893,7 @@ class Attention(nn.Module):
         if dropout.bits is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)
         else:
-            out = dropout.probabilities(self.weights(q, k, attend)).to(v.dtype) @ v
+            out = dropout.probabilities(self.weights(q, k, attend)).to(v.dtype) @ v * dropout.scale
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def to_constant(self, query: Tensor, value: Tensor, dropout: Dropout) -> Tensor:
@@ -926,16 +945,21 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalised images (B, 3, H, W) -> (B, width, rows, columns)."""
-        x = self.maxpool(conv_norm(images, self.conv1, self.bn1).relu_())
+        x = self.maxpool(relu(conv_norm(images, self.conv1, self.bn1)))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             for block in stage:
                 skip = x if block.downsample is None else conv_norm(x, *block.downsample)
-                x = conv_norm(x, block.conv1, block.bn1).relu_()
+                x = relu(conv_norm(x, block.conv1, block.bn1))
                 x = conv_norm(x, block.conv2, block.bn2)
                 if hasattr(block, "conv3"):
-                    x = conv_norm(x.relu_(), block.conv3, block.bn3)
-                x = x.add_(skip).relu_()
+                    x = conv_norm(relu(x), block.conv3, block.bn3)
+                x = relu(x.add_(skip))
         return x
+
+
+def relu(x: Tensor) -> Tensor:
+    """ReLU of a convolution's result, which is overwritten."""
+    return x.relu_() if torch.compiler.is_compiling() else _Relu.apply(x)
 
 
 def conv_norm(x: Tensor, conv: nn.Module, norm: FrozenBatchNorm2d) -> Tensor:
