@@ -1400,6 +1400,8 @@ def checkpoint_problems(step_dir: Path) -> list[str]:
                 attempt(_shapes, model_dir / step["state_file"])
     attempt(_shapes, training / "rng_state.safetensors")
     weights = [f for f in (WEIGHTS, ADAPTER, WEIGHT_SHARDS) if (model_dir / f).exists()]
+    if (model_dir / ADAPTER).exists() or (model_dir / ADAPTER_CONFIG).exists():
+        attempt(_read_json, model_dir / ADAPTER_CONFIG)
     if not weights:
         problems.append(f"{model_dir} has neither {WEIGHTS}, {ADAPTER} nor {WEIGHT_SHARDS}")
     for source in [model_dir / f for f in weights] + [training / OPTIMIZER_SHARDS]:

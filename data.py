@@ -1200,7 +1200,7 @@ def _read_metadata(root: Path, findings: _Findings) -> _Metadata:
         root, info, [k for k, f in features.items() if f["dtype"] == "video"], findings
     )
     if not episodes:
-        raise DatasetError(f"{root}: the data set has no episode.")
+        raise DatasetError(f"{root / 'meta/episodes'}: the data set has no episode.")
     frames = sum(episode.length for episode in episodes)
     for name, found in (("total_episodes", len(episodes)), ("total_frames", frames)):
         if info.get(name, found) != found:
@@ -1238,13 +1238,19 @@ def _parquet(path: Path) -> Any:
     return _import("pyarrow.parquet", "data sets on disk").ParquetFile(path, page_checksum_verification=True)
 
 
-def _inside(root: Path, template: str, **values: Any) -> Path:
+def _inside(root: Path, template: Any, **values: Any) -> Path:
     """A path from the metadata, which may not leave the data set."""
-    relative = template.format(**values)
+    try:
+        relative = template.format(**values)
+    except Exception as error:  # no text, or it asks for what there is not
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise DatasetError(
+            f"{root / 'meta/info.json'}: the path {template!r} cannot be filled in ({reason}); correct it."
+        ) from error
     parts = PurePosixPath(relative)
     if parts.is_absolute() or ".." in parts.parts or "\0" in relative or len(relative) > 1000:
         raise DatasetError(
-            f"{root}: the path {relative[:200]!r} in the metadata leaves the data set's directory."
+            f"{root / 'meta/info.json'}: the path {relative[:200]!r} leaves the data set's directory."
         )
     return root / parts
 
@@ -1290,8 +1296,10 @@ def _read_episodes_v3(root: Path, info: dict, videos: list[str], findings: _Find
             for key in videos:
                 at = {name: int(row[f"videos/{key}/{name}"]) for name in ("chunk_index", "file_index")}
                 begin, to = (float(row[f"videos/{key}/{name}_timestamp"]) for name in ("from", "to"))
-                clips[key] = (_inside(root, info["video_path"], video_key=key, **at), begin, to)
-            episodes.append(_Episode(length, first, _inside(root, info["data_path"], **place), clips))
+                if not math.isfinite(begin + to):
+                    raise DatasetError(f"{path}: episode {number} lasts from {begin} to {to} s in {key}.")
+                clips[key] = (_inside(root, info.get("video_path"), video_key=key, **at), begin, to)
+            episodes.append(_Episode(length, first, _inside(root, info.get("data_path"), **place), clips))
             first += length
 
     def episode_stats(key: str) -> list[dict[str, np.ndarray]]:
@@ -1318,9 +1326,9 @@ def _read_episodes_v2(root: Path, info: dict, videos: list[str], findings: _Find
             at = {"episode_index": number, "episode_chunk": number // int(info.get("chunks_size", 1000))}
             end = row["length"] / float(info["fps"])
             clips = {
-                key: (_inside(root, info["video_path"], video_key=key, **at), 0.0, end) for key in videos
+                key: (_inside(root, info.get("video_path"), video_key=key, **at), 0.0, end) for key in videos
             }
-            episodes.append(_Episode(row["length"], first, _inside(root, info["data_path"], **at), clips))
+            episodes.append(_Episode(row["length"], first, _inside(root, info.get("data_path"), **at), clips))
             first += row["length"]
 
     def episode_stats(key: str) -> list[dict[str, np.ndarray]]:
@@ -1473,7 +1481,7 @@ def _episode_rows(
         say(
             f"{path}: timestamp of episode {e}, frame {frame} (row {places[frame]}) is "
             f"{part['timestamp'][frame]:.4f} s, but at {meta.fps:g} fps it is {grid[frame]:.4f} s; correct "
-            f"it, or fps, or allow more than --dataset.tolerance-s={tolerance_s:g}."
+            f"it, or fps in meta/info.json, or allow more than --dataset.tolerance-s={tolerance_s:g}."
         )
     if (
         meta.num_tasks is not None
@@ -1823,7 +1831,10 @@ def _measure_frames(source: Any, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _compare(
-    key: str, entry: dict[str, np.ndarray] | None, measured: dict[str, np.ndarray]
+    key: str,
+    entry: dict[str, np.ndarray] | None,
+    measured: dict[str, np.ndarray],
+    where: str = "meta/stats.json",
 ) -> tuple[list[str], bool]:
     """(sentences on what the data contradicts, are the stored statistics usable)"""
     if entry is None:
@@ -1831,7 +1842,8 @@ def _compare(
     wrong = []
     for name in ("mean", "std", "min", "max"):
         if name not in entry or entry[name].shape != measured[name].shape:
-            return [f"the statistics of {key} have no {name} of its shape; they are computed anew."], False
+            text = f"the statistics of {key} in {where} have no {name} of its shape; they are computed anew."
+            return [text], False
         scale = np.maximum(measured["std"], 1e-3 * np.abs(measured["mean"]) + 1e-6)
         off = np.nan_to_num(np.abs(entry[name] - measured[name]) / scale, nan=np.inf)
         off[~np.isfinite(measured[name])] = 0  # NaN in the data has been told
@@ -1839,8 +1851,8 @@ def _compare(
             j = int(off.argmax())
             wrong.append(
                 f"the {name} of {key}, joint {j} is {entry[name][j]:.6g} in the statistics and "
-                f"{measured[name][j]:.6g} in the data ({(off > 0.01).sum()} of {off.size} joints are off); "
-                "python data.py check --fix-stats writes the right ones."
+                f"{measured[name][j]:.6g} in the data ({(off > 0.01).sum()} of {off.size} joints in {where} "
+                "are off); python data.py check --fix-stats writes the right ones."
             )
     return wrong, all(np.isfinite(entry[name]).all() for name in ("mean", "std", "min", "max"))
 
@@ -1875,7 +1887,8 @@ def check_dataset(
         with findings.reading(meta.root, f"the statistics of {key} by episode"):
             by_episode = meta.episode_stats(key)
             for e, span in zip(rows.ids, rows.spans):
-                off, _ = _compare(name, by_episode[e] or None, _measure(rows.columns[name][slice(*span)]))
+                measured_here = _measure(rows.columns[name][slice(*span)])
+                off, _ = _compare(name, by_episode[e] or None, measured_here, "the metadata of episodes")
                 wrong += [f"episode {e}: {text}" for text in off[:1]]
         for text in wrong:
             findings.problem(f"{meta.root}: {text}")
