@@ -557,6 +557,9 @@ def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> 
         (cfg.eval_freq > 0 and not has_validation and cfg.eval.env is None,
          "--eval-freq has no effect without --dataset.val-split, --dataset.val-episodes or --eval.env"),
         (has_validation and not cfg.eval_freq, "held-out episodes have no effect without --eval-freq"),
+        (cluster.world_size == 1 and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= set(os.environ),
+         "--num_processes of accelerate launch has no effect beside --cpu or on one GPU, where it starts one "
+         "process; use torchrun --nproc-per-node, or accelerate's --multi_gpu, which runs on a CPU as well"),
         (changed(cfg.sim) and not uses_sim, "--sim.* has no effect with --dataset.root or --dataset.repo-id"),
         (changed(cfg.peft) and not cfg.peft.enabled,
          "--peft.* has no effect without --peft.method-type LORA"),
