@@ -707,10 +707,9 @@ def speed(flags: Speed) -> int:
     chosen = known("rows", flags.rows, ROWS)
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
-    cfg = replace(
-        train.PRESETS["aloha" if flags.size == "paper" else "demo"], batch_size=flags.batch_size,
-        num_workers=flags.num_workers, device=flags.device, sim=train.SimConfig(episodes=5),
-    )  # fmt: skip
+    cfg = train.PRESETS["aloha" if flags.size == "paper" else "demo"]
+    cfg = replace(cfg, batch_size=flags.batch_size, num_workers=flags.num_workers, device=flags.device)
+    cfg = replace(cfg, sim=replace(cfg.sim, episodes=5))
     size = flags.dataset.image_size or (cfg.dataset.image_size if flags.dataset.root is None else None)
     cfg = replace(cfg, dataset=replace(flags.dataset, image_size=size),
                   policy=replace(cfg.policy, pretrained_backbone_weights=None, dropout=0.1))  # fmt: skip
@@ -968,8 +967,8 @@ def loader(flags: Loader) -> int:
         for way in ("warm", "direct"):
             cores = need * row[f"{way}_ms"] / 1e3
             row[f"workers_a_rank_at_13_ms_{way}"] = math.ceil(cores)
-            print(f"  batch 8 in 13 ms: {need:.0f} items/s, {cores:.2f} cores ({way}), {math.ceil(cores)} workers "
-                  f"a rank; 8 such GPUs: {8 * need:.0f} items/s, {8 * cores:.1f} cores")  # fmt: skip
+            print(f"  batch 8 in 13 ms: {need:.0f} items/s = {cores:.2f} cores ({way})", end="")
+            print(f", {math.ceil(cores)} workers a rank; 8 GPUs: {8 * need:.0f} items/s")
     write_json(flags.json, {**machine(), "rows": rows, "items_per_s_needed": need})
     return 0
 
