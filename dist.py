@@ -271,8 +271,8 @@ def _env_int(name: str, default: int) -> int:
 def set_numerics(tf32: bool) -> None:
     """TF32 for CUDA's products and convolutions; cuDNN searches its fastest ones (shapes are static).
 
-    Without a GPU, glibc is told to keep freed memory: a step frees and takes the same hundreds of MB again, and
-    fresh pages cost the paper-size step 0.4 to 0.9 s of 11.
+    Without a GPU, glibc is told to keep freed memory: a step frees and takes the same hundreds of MB again,
+    and fresh pages cost the paper-size step 0.4 to 0.9 s of 11.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
