@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed.elastic.multiprocessing.errors as elastic
 import tyro
 from torch import Tensor, nn
 
@@ -1149,4 +1150,6 @@ def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        elastic.record(main)()
+    )  # torchrun's last words are then the traceback of the rank that failed first

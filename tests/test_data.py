@@ -1014,7 +1014,7 @@ BROKEN = {
     "newer version": (info(codebase_version="v4.0"), r"codebase_version is v4.0.* newer version of this program"),
     "path up": (info(data_path="../x/{chunk_index}-{file_index}.parquet"), r"leaves the data set's directory"),
     "path absolute": (info(video_path="/etc/{video_key}{chunk_index}{file_index}"), r"leaves the data set's directory"),
-    "path with code": (info(data_path="{chunk_index.__class__.__mro__}/{nothing}"), r"cannot be read"),
+    "path with code": (info(data_path="{chunk_index.__class__.__mro__}/{nothing}"), r"info.json: the path .* cannot be filled in"),
 }  # fmt: skip
 
 

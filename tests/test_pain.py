@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT
+from ranks import free_port
 from test_train import ENV, rows, run
 
 import train
@@ -50,3 +52,35 @@ def test_too_little_shared_memory_is_one_sentence_before_the_run(flags, tmp_path
     assert run(tmp_path / "run", "--steps", "1", *flags, "--num-workers", "2") == 1
     said = capsys.readouterr().err.strip().splitlines()
     assert "--num-workers=2" in said[-1] and "Traceback" not in "".join(said)
+
+
+RAISES = """
+import sys
+sys.path.insert(0, {root!r})
+import data, train
+real = data.TrainBatches.__getitem__
+def batch(self, step):
+    if (step, self.rank) == (3, 1):
+        raise OSError("frame 17 of episode 2 is gone")
+    return real(self, step)
+data.TrainBatches.__getitem__ = batch
+if __name__ == "__main__":
+    sys.exit(train.elastic.record(train.main)())
+"""
+
+
+def test_a_rank_whose_worker_raises_ends_the_job_with_its_traceback_last(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(RAISES.format(root=str(ROOT)))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+    ]
+    flags = [*ENV, "--output-dir", str(tmp_path / "run"), "--steps", "1000", "--num-workers", "1"]
+    job = subprocess.run([*command, str(script), *flags], capture_output=True, text=True, timeout=180)
+    assert job.returncode == 1 and time.time() - (tmp_path / "run/metrics.jsonl").stat().st_mtime < 60
+    assert "frame 17 of episode 2 is gone" in job.stderr[job.stderr.rindex("Root Cause") :], job.stderr
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
