@@ -1,17 +1,21 @@
-"""Bad days of a run against what must be left of it: closed consoles, damaged metrics, too little shared memory."""
+"""Bad days of a run against what must be left of it: a closed console, damaged metrics, too little shared
+memory, a rank that raises, ranks with other clocks; and the console against what was decided."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from ranks import free_port
+from ranks import free_port, run_ranks
 from test_train import ENV, rows, run
 
+import data
 import train
 
 
@@ -84,3 +88,46 @@ def test_a_rank_whose_worker_raises_ends_the_job_with_its_traceback_last(tmp_pat
     assert job.returncode == 1 and time.time() - (tmp_path / "run/metrics.jsonl").stat().st_mtime < 60
     assert "frame 17 of episode 2 is gone" in job.stderr[job.stderr.rindex("Root Cause") :], job.stderr
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_the_console_says_what_batch_rate_and_time_there_will_be(tmp_path, capsys, monkeypatch):
+    real = data.TrainBatches.__getitem__
+
+    def slow(self, step):
+        time.sleep(0.05)
+        return real(self, step)
+
+    monkeypatch.setattr(data.TrainBatches, "__getitem__", slow)
+    flags = ["--steps", "6", "--gradient-accumulation-steps", "2", "--log-freq", "2"]
+    assert run(tmp_path / "run", *flags) == 0
+    said = capsys.readouterr()
+    assert (
+        "batch: 4 a rank x 1 ranks x 2 accumulated = 8 effective; 6 steps = 24 samples = 0.16 epochs; lr 0.001"
+        in said.out
+    )
+    assert re.search(r"step 4/6  samples 16  epoch 0\.11  loss .*  eta \d+:\d\d:\d\d", said.out)
+    waited = [row["data_s"] / row["step_s"] for row in rows(tmp_path / "run", times=True)]
+    assert (
+        min(waited) > 0.2
+        and said.err.count("of the time is spent waiting for data; raise --num-workers") == 1
+    )
+
+
+def run_dirs(rank: int, world_size: int, folder: Path) -> str | None:
+    """The run directory that this rank takes, with a clock that is 7 s ahead of the one before."""
+
+    class Clock(train.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 1, 12, 0, 7 * rank)
+
+    os.chdir(folder)
+    train.datetime = Clock  # type: ignore[misc]
+    cluster = train.dist.start("cpu", train.dist.ParallelismConfig())
+    return train.with_run_dir(train.Config(job_name="me"), cluster, None).output_dir
+
+
+def test_rank_0s_clock_names_the_run_directory(tmp_path):
+    found = run_ranks(2, run_dirs, tmp_path, init_group=False)
+    assert found == ["outputs/train/2026-01-01/12-00-00_me"] * 2
+    assert [p.name for p in tmp_path.rglob("*_me")] == ["12-00-00_me"]
