@@ -8,12 +8,12 @@ import pytest
 import torch
 import torchvision
 from conftest import DATA, shared
-from reference_act import ReferenceACT, ReferenceStep
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_act
+from bench import ReferenceACT, ReferenceStep
 from model_act import ACTConfig, ACTPolicy, ACTTemporalEnsembler, Dropout, noise_words, normal_noise
 
 STATE, ENV, TOP, WRIST = (
