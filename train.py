@@ -590,10 +590,14 @@ def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Con
                     f"--output-dir={name} holds files already; name another directory, or go on from it "
                     f"with --resume {name}."
                 )
-            place.mkdir(parents=True, exist_ok=True)
-            probe = place / ".write-test"
-            probe.touch()
-            probe.unlink()
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                probe = place / ".write-test"
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                why = f"--output-dir={name} cannot be written ({error.strerror}); name another directory."
+                raise ValueError(why) from error
     return replace(cfg, output_dir=name)
 
 

@@ -131,3 +131,12 @@ def test_rank_0s_clock_names_the_run_directory(tmp_path):
     found = run_ranks(2, run_dirs, tmp_path, init_group=False)
     assert found == ["outputs/train/2026-01-01/12-00-00_me"] * 2
     assert [p.name for p in tmp_path.rglob("*_me")] == ["12-00-00_me"]
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(tmp_path / "file/run", "--steps", "1") == 1
+    sentence = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"--output-dir=.*/file/run cannot be written \(.*\); name another directory\.", sentence
+    )
