@@ -1080,18 +1080,22 @@ def with_saved_policy(default: PolicyFlags, saved: dict[str, Any], path: str) ->
 def resumed_config(source: Path, output_dir: str | None, flags: dict[str, list[str]]) -> Config:
     """The configuration saved in a checkpoint, as defaults for the flags.
 
-    The layout is not part of what a run is: degrees that do not fit today's processes fall back to DDP (or
-    one process), and a format of shards, which that cannot write, to safetensors.
+    The layout is not part of what a run is: saved degrees that do not fit today's processes and flags give
+    way to DDP (or one process), and a format of shards, which that cannot write, to safetensors.
     """
     values = ckpt.load_run_config(source)
     config = from_dict(Config, values, PRESETS.get(values.get("preset", "aloha"), Config()))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    given = [name for name in flags if name.startswith("parallelism.")]
-    try:
-        dist.resolve_degrees(config.parallelism, world_size)
-    except ValueError:
-        config = replace(config, parallelism=dist.ParallelismConfig())
-    sharded = given or dist.resolve_degrees(config.parallelism, world_size)[1] > 1
+    given = {name: last_value(flags, f"parallelism.{name}") for name in ("dp_replicate", "dp_shard")}
+    sharded = True  # where nothing fits, dist.start says so with all numbers
+    for degrees in (config.parallelism, dist.ParallelismConfig()):
+        config = replace(config, parallelism=degrees)
+        try:
+            asked = replace(degrees, **{name: int(value) for name, value in given.items() if value})
+            sharded = dist.resolve_degrees(asked, world_size)[1] > 1
+            break
+        except ValueError:
+            continue
     if not sharded and "checkpoint_format" not in flags:
         config = replace(config, checkpoint_format="safetensors")
     return replace(config, output_dir=output_dir or str(ckpt.run_dir_of(source)))
