@@ -599,6 +599,8 @@ class Speed:
     """Loader processes per rank, for each of the two loaders (float images, and ours)."""
     tf32: bool = True
     """TensorFloat-32 on CUDA, as in the job of the record; for all rows."""
+    keep_memory: bool = True
+    """Without a GPU, let glibc keep freed memory, as train.py does; for all rows. LeRobot does not."""
     dataset: data.DatasetConfig = field(default_factory=data.DatasetConfig)
     json: str | None = None
     """File that the table is written to."""
@@ -714,7 +716,7 @@ def speed(flags: Speed) -> int:
     cfg = replace(cfg, dataset=replace(flags.dataset, image_size=size),
                   policy=replace(cfg.policy, pretrained_backbone_weights=None, dropout=0.1))  # fmt: skip
     cluster = dist.start(cfg.device)
-    dist.set_numerics(flags.tf32)
+    dist.set_numerics(flags.tf32, flags.keep_memory)
     train_set, _, policy = train.build(cfg, cluster, None)
     if cluster.world_size == 1 and not flags.rows:
         chosen = [name for name in chosen if name not in DDP_ONLY]

@@ -268,7 +268,7 @@ def _env_int(name: str, default: int) -> int:
     return int(value)
 
 
-def set_numerics(tf32: bool) -> None:
+def set_numerics(tf32: bool, keep_memory: bool = True) -> None:
     """TF32 for CUDA's products and convolutions; cuDNN searches its fastest ones (shapes are static).
 
     Without a GPU, glibc is told to keep freed memory: a step frees and takes the same hundreds of MB again,
@@ -277,7 +277,7 @@ def set_numerics(tf32: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True
-    if sys.platform == "linux" and not torch.cuda.is_available():
+    if keep_memory and sys.platform == "linux" and not torch.cuda.is_available():
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):  # musl has none
             libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
