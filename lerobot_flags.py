@@ -149,7 +149,13 @@ def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, l
                 raise ValueError(
                     "--scheduler.peak_lr and --scheduler.decay_lr go together; give both or neither."
                 )
-            ratio = float(taken["scheduler.decay_lr"]) / float(taken["scheduler.peak_lr"])
+            try:
+                ratio = float(taken["scheduler.decay_lr"]) / float(taken["scheduler.peak_lr"])
+            except (ValueError, ZeroDivisionError):
+                raise ValueError(
+                    f"--{name}={value} cannot work: --scheduler.peak_lr and --scheduler.decay_lr are learning "
+                    "rates, the first of them positive."
+                ) from None
             out["scheduler.final_lr_ratio"] = [repr(ratio)]
         elif name in ("env.type", "env.task"):
             task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]

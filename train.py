@@ -1037,7 +1037,8 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         ValueError: one sentence for the user. Flags that nobody knows end in tyro's own message, exit code 2.
     """
     kinds = field_types(Config)
-    flags = lerobot_flags.translate(lerobot_flags.split_flags(argv), kinds)
+    given = lerobot_flags.split_flags(argv)
+    flags = lerobot_flags.translate(given, kinds)
     default = PRESETS.get(last_value(flags, "preset") or "aloha", Config())
     path, source = last_value(flags, "policy.path"), None
     if path not in (None, "None"):
@@ -1049,6 +1050,8 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         if source is not None:
             default = resumed_config(source, output_dir, flags)
         default = replace(default, resume=last_value(flags, "resume") or "auto")
+        if (last_value(given, f"{default.tracker}.enable") or "").lower() == "false":
+            flags.setdefault("tracker", ["none"])  # --wandb.enable=false, and the saved run had it on
     if (
         "policy.normalization_mapping" in flags
     ):  # tyro would take single keys only, --policy.normalization-mapping.STATE
