@@ -23,10 +23,10 @@ stage() { # NAME SECONDS COMMAND...: run with a limit, log to OUT/NAME.log, note
 }
 
 : >"$out/summary.txt"
-stage tests 150 "$python" -m pytest -m gpu -p no:cacheprovider
-stage speed 170 "$python" bench.py speed --device cuda --steps "${SPEED_STEPS:-300}" --json "$out/speed.json"
-stage equality 150 "$python" bench.py equality --device cuda --steps 30 --json "$out/equality.json" \
-    --precisions float32 bf16 --layouts single accum2 compiled compiled-accum2
+stage tests 110 "$python" -m pytest -m gpu -p no:cacheprovider
+stage speed 240 "$python" bench.py speed --device cuda --steps "${SPEED_STEPS:-300}" --json "$out/speed.json"
+stage equality 120 "$python" bench.py equality --device cuda --steps 30 --json "$out/equality.json" \
+    --precisions float32 bf16 --layouts single accum2 compiled
 if [[ -n ${ALOHA_ROOT:-} ]]; then
     read -ra flags <<<"${ALOHA_FLAGS:-}"
     steps=${ALOHA_STEPS:-2000}
