@@ -153,8 +153,8 @@ def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, l
                 ratio = float(taken["scheduler.decay_lr"]) / float(taken["scheduler.peak_lr"])
             except (ValueError, ZeroDivisionError):
                 raise ValueError(
-                    f"--{name}={value} cannot work: --scheduler.peak_lr and --scheduler.decay_lr are learning "
-                    "rates, the first of them positive."
+                    f"--{name}={value} cannot work: --scheduler.peak_lr and --scheduler.decay_lr are "
+                    "learning rates, the first of them positive."
                 ) from None
             out["scheduler.final_lr_ratio"] = [repr(ratio)]
         elif name in ("env.type", "env.task"):

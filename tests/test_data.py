@@ -1,8 +1,6 @@
 """data.py against LeRobot's values (expected.json), frames with their number drawn in, and itself: cached = on demand,
 every start method, every split over ranks, every resume; and broken sets against one sentence each."""
 
-# ruff: noqa: E501 (tables of cases read better unwrapped)
-
 import hashlib
 import json
 import multiprocessing
