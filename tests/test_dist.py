@@ -763,7 +763,7 @@ def test_what_one_rank_knows_all_of_them_learn():
 
 
 def slow_preparation(rank, world_size, per_node):
-    cluster = dist.start("cpu", startup_timeout_s=30, step_timeout_s=1)
+    cluster = dist.start("cpu", startup_timeout_s=30, step_timeout_s=4)
     if per_node:  # two machines of two ranks each
         os.environ["GROUP_RANK"] = str(rank // 2)
         cluster = dataclasses.replace(cluster, local_rank=rank % 2, local_world_size=2)
@@ -771,7 +771,7 @@ def slow_preparation(rank, world_size, per_node):
     prepared, begin = [], time.monotonic()
 
     def prepare():
-        time.sleep(3)  # three times what a collective may wait
+        time.sleep(9)  # more than twice what a collective may wait
         prepared.append(rank)
 
     dist.rank0_first(cluster, prepare, per_node)
@@ -783,7 +783,7 @@ def slow_preparation(rank, world_size, per_node):
     try:
         dist.rank0_first(cluster, fail, per_node)
     except ValueError as error:
-        return prepared, waited > 2.9, str(error), dist.any_rank(cluster, False)
+        return prepared, waited > 8.9, str(error), dist.any_rank(cluster, False)
 
 
 @pytest.mark.parametrize("per_node", [False, True])
