@@ -198,6 +198,8 @@ def positive(name: str) -> str:
 def as_tyro(values: list[str], kind: Any) -> list[str]:
     """What draccus takes (`true`, `null`, `[1,2]`, `{"A": "B"}`) in the words that tyro takes."""
     values = ["None" if v == "null" else v for v in values]
+    if not values and kind == bool | None:
+        return ["True"]
     if len(values) == 1 and values[0].lower() in ("true", "false"):
         return [values[0].lower() if kind is bool else values[0].capitalize()]
     if len(values) == 1 and values[0][:1] in "[{" and values[0][:1]:
