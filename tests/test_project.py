@@ -70,6 +70,7 @@ def test_help_names_every_flag_of_the_readme():
     }
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--signal", "--requeue", "--root"}
     others |= {"--checkpoint-dir", "--dtype", "--checkpoint", "--episodes", "--video"}
+    others |= {"--rows", "--warmup", "--threads", "--layouts"}  # of bench.py
     for flag in sorted(flags - others):
         if "_" in flag or flag.startswith(("--accelerator", "--wandb", "--policy.type", "--config")):
             continue  # lerobot-train's, translated
