@@ -199,13 +199,14 @@ def main(argv: list[str] | None = None) -> int:
             place = load_place(cfg, cluster, parts, source)
             log = RunLog(cfg, cluster, train_set, place)
         writer = checkpoint_writer(cfg, cluster)
+        stop = StopOnSignal(cluster)
         with dist.raise_together(cluster):
             loaders = make_loaders(cfg, cluster, place, train_set, val_set)
     except USER_ERRORS as error:
         print(error, file=sys.stderr)
         return 1
     log.banner(parts, val_set, place)
-    run = Run(cfg, cluster, parts, place, train_set, val_set, *loaders, writer, log)
+    run = Run(cfg, cluster, parts, place, train_set, val_set, *loaders, writer, log, stop)
     code = train(run)
     if cfg.push_to_hub is not None and code == 0 and cluster.is_main:
         publish(run)
@@ -257,13 +258,14 @@ class Run:
     val_loader: torch.utils.data.DataLoader | None
     writer: ckpt.CheckpointWriter | None
     log: "RunLog"
+    stop: "StopOnSignal"
 
 
 def train(run: Run) -> int:
     """Train from `run.place` to --steps. Collective: call on every rank. Returns the exit code."""
     cfg, cluster, place, log = run.cfg, run.cluster, run.place, run.log
     batches: Any = run.train_loader.dataset
-    stop, profiler = StopOnSignal(cluster), Profiler(cfg, cluster, place.step)
+    stop, profiler = run.stop, Profiler(cfg, cluster, place.step)
     loader = data.to_device(run.train_loader, cluster.device)
     sums = dist.MetricSums(cluster, place.unlogged)
     evaluates = cfg.eval_freq > 0 and (run.val_loader is not None or cfg.eval.env is not None)
@@ -296,7 +298,10 @@ def train(run: Run) -> int:
         log.restart_clock()
         if stopping:
             break
-    return finish_saving(run, start) or stop.exit_code
+    code = finish_saving(run, start) or stop.exit_code
+    if not stop.exit_code:
+        stop.restore()
+    return code
 
 
 def due(window: range, every: int, last: bool) -> bool:
@@ -459,16 +464,22 @@ def publish(run: Run) -> None:
 class StopOnSignal:
     """SIGTERM or SIGUSR1 on any rank: all ranks leave the loop after the same step, with a checkpoint.
 
-    Build it before the loader's workers start, which may take seconds. torchrun and Slurm signal the whole
-    group: the workers ignore it (see data.py), this process must not.
+    Build it before set-up's last collective, so that every rank listens when the first goes on to start its
+    loader's workers, which may take seconds. torchrun and Slurm signal the whole group: the workers ignore it
+    (see data.py), this process must not. Before, a signal ends the process at once: nothing is lost.
     """
 
     def __init__(self, cluster: dist.Cluster) -> None:
         self._seen = 0
         self._agreed = 0
         self._vote = dist.StopVote(cluster)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        numbers = (signal.SIGTERM, signal.SIGUSR1)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+
+    def restore(self) -> None:
+        """Signals act as before again: nothing is left that a checkpoint would save."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         self._seen = self._seen or number
