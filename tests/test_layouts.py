@@ -109,6 +109,7 @@ class Job:
     def __init__(self, *command: str) -> None:
         self.said: list[str] = []
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "90"  # for a busy machine; the default is 30
         self.process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
@@ -127,6 +128,11 @@ class Job:
     def has_said(self, start: str) -> bool:
         return any(line.startswith(start) for line in self.said)
 
+    @property
+    def was_killed(self) -> bool:
+        """torchrun's grace time was over before its ranks had ended."""
+        return any("forcefully exiting" in line for line in self.said)
+
     def until(self, condition, deadline_s: float = 120) -> None:
         end = time.monotonic() + deadline_s
         while not condition():
@@ -144,6 +150,22 @@ def torchrun(*flags: str) -> list[str]:
     return ["-m", "torch.distributed.run", *flags, str(ROOT / "train.py"), *ENV]
 
 
+@pytest.fixture
+def start():
+    """Starts `Job`s; those of a failed test end with it, ranks included."""
+    jobs: list[Job] = []
+
+    def begin(*command: str) -> Job:
+        jobs.append(Job(*command))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.terminate()
+            job.ends()
+
+
 def whole_checkpoints(run_dir: Path) -> list[str]:
     """Names of all checkpoints; none may be torn, and `last` points to the newest."""
     found = ckpt.find_checkpoints(run_dir / "checkpoints")
@@ -153,26 +175,33 @@ def whole_checkpoints(run_dir: Path) -> list[str]:
     return names
 
 
-def test_sigterm_while_the_workers_start_leaves_one_checkpoint(tmp_path):
-    job = Job(*torchrun("--nproc-per-node=2", f"--master-port={free_port()}"), "--num-workers", "2",
+def test_sigterm_while_the_workers_start_leaves_one_checkpoint(start, tmp_path):
+    job = start(*torchrun("--nproc-per-node=2", f"--master-port={free_port()}"), "--num-workers", "2",
               "--output-dir", str(tmp_path / "run"), "--steps", "100000", "--save-freq", "0")  # fmt: skip
     job.until(lambda: job.has_said("run: "))  # the last line before the workers start
     job.process.send_signal(signal.SIGTERM)
     job.ends()
-    assert len(whole_checkpoints(tmp_path / "run")) == 1, "".join(job.said)
+    assert len(whole_checkpoints(tmp_path / "run")) == 1 and not job.was_killed, "".join(job.said)
     assert len(rows(tmp_path / "run")) <= 3
 
 
-def test_sigterm_during_a_save_leaves_whole_checkpoints_only(tmp_path):
+def test_sigterm_during_a_save_leaves_whole_checkpoints_only(start, tmp_path):
     checkpoints = tmp_path / "run/checkpoints"
-    job = Job(*torchrun("--nproc-per-node=2", f"--master-port={free_port()}"), "--num-workers", "2",
+    job = start(*torchrun("--nproc-per-node=2", f"--master-port={free_port()}"), "--num-workers", "2",
               "--output-dir", str(tmp_path / "run"), "--steps", "100000", "--save-freq", "1",
               "--keep-last", "2", "--parallelism.dp-shard", "2")  # fmt: skip
     job.until(lambda: job.has_said("checkpoint 3 ") and any(checkpoints.glob(".tmp-*")))
     job.process.send_signal(signal.SIGTERM)
     job.ends()
-    assert len(whole_checkpoints(tmp_path / "run")) == 2, "".join(job.said)
+    assert len(whole_checkpoints(tmp_path / "run")) == 2 and not job.was_killed, "".join(job.said)
     assert not any(checkpoints.glob(".tmp-*"))
+
+
+def test_after_a_run_signals_act_as_before(tmp_path):
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    assert train.main([*ENV, "--steps", "1", "--output-dir", str(tmp_path / "run")]) == 0
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def children(pid: int) -> list[int]:
@@ -183,11 +212,11 @@ def train_rank(rank: int, world_size: int, argv: list[str]) -> int:
     return train.main(argv)
 
 
-def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_it_had_not_been(tmp_path):
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_it_had_not_been(start, tmp_path):
     flags = ["--steps", "300", "--save-freq", "20", "--keep-last", "1"]
     argv = [*ENV, *flags, "--output-dir", str(tmp_path / "whole")]
     assert run_ranks(2, train_rank, argv, init_group=False, deadline_s=240) == [0, 0]
-    job = Job(*torchrun("--nproc-per-node=2", "--max-restarts=3", f"--master-port={free_port()}"), *flags,
+    job = start(*torchrun("--nproc-per-node=2", "--max-restarts=3", f"--master-port={free_port()}"), *flags,
               "--output-dir", str(tmp_path / "run"), "--resume", "auto")  # fmt: skip
     job.until(lambda: job.has_said("checkpoint 20 "))
     os.kill(children(job.process.pid)[-1], signal.SIGKILL)
@@ -197,12 +226,12 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_it_had_not_been(t
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")  # the same layout: bit for bit
 
 
-def test_two_agents_that_find_each_other_give_the_curve_of_one_process(tmp_path):
+def test_two_agents_that_find_each_other_give_the_curve_of_one_process(start, tmp_path):
     steps = ["--steps", "4", "--save-freq", "0"]
     assert train.main([*ENV, *steps, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]) == 0
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     launch = torchrun("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint)
-    jobs = [Job(*launch, *steps, "--output-dir", str(tmp_path / "run")) for _ in range(2)]
+    jobs = [start(*launch, *steps, "--output-dir", str(tmp_path / "run")) for _ in range(2)]
     assert [job.ends() for job in jobs] == [0, 0], "".join(jobs[0].said + jobs[1].said)
     assert len(rows(tmp_path / "run")) == 4
     assert_same_curve(rows(tmp_path / "run"), rows(tmp_path / "whole"))
