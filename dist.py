@@ -176,7 +176,8 @@ def start(
     if world_size > 1:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=startup_timeout_s))
+            timeout = datetime.timedelta(seconds=startup_timeout_s)
+            dist.init_process_group(backend, timeout=timeout, **_store_of_this_life(timeout))
         if dp_shard > 1 and dp_replicate > 1:
             mesh = init_device_mesh(
                 device, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
@@ -188,6 +189,20 @@ def start(
     )
     _set_timeout(cluster, startup_timeout_s)
     return cluster
+
+
+def _store_of_this_life(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where ranks that torchrun started again find each other; {} leaves it to torch.
+
+    torchrun's default (static) rendezvous keeps its store, and in it the addresses of the dead ranks, which
+    the new ones may read (torch 2.14). Several nodes count their restarts apart: they need c10d's rendezvous,
+    which opens a new store each time.
+    """
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if life == "0" or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    return {"store": dist.PrefixStore(f"life_{life}", store), "rank": rank, "world_size": world_size}
 
 
 def resolve_degrees(parallelism: ParallelismConfig, world_size: int) -> tuple[int, int]:
