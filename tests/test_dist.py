@@ -807,15 +807,15 @@ def lone_collective(rank, world_size, shard):
         try:
             torch.distributed.all_reduce(torch.ones(1), group=group)
         except RuntimeError:
-            print(f"{patient} {0.5 < time.monotonic() - begin < 5}", file=sys.stderr, flush=True)
-            raise AssertionError(f"patient {patient}, then {time.monotonic() - begin:.0f} s") from None
-    time.sleep(8)
+            soon = 0.5 < time.monotonic() - begin < 20  # of 60 at start-up; a busy machine adds some to the 1
+            raise AssertionError(f"patient {patient}, then soon {soon}") from None
+    time.sleep(25)
 
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_collective_may_wait_long_at_start_up_and_shortly_after_the_first_step(shard):
-    with pytest.raises(AssertionError, match="patient True, then 1 s"):
-        run_ranks(2, lone_collective, shard, init_group=False, deadline_s=30)
+    with pytest.raises(AssertionError, match="patient True, then soon True"):
+        run_ranks(2, lone_collective, shard, init_group=False, deadline_s=60)
 
 
 def metric_sums(rank, world_size):
