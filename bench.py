@@ -10,6 +10,7 @@ from public torch modules (`ReferencePolicy`), which is also what tests compare 
 """
 
 import ctypes
+import functools
 import hashlib
 import itertools
 import json
@@ -295,7 +296,12 @@ class NoiseFrames:
 def small_job(
     layout: Layout, precision: str, steps: int, device: str, camera: bool = True
 ) -> tuple[train.Config, data.EpisodeDataset]:
-    """Configuration and data: dropout and KL on, one camera, some episodes shorter than the chunk of 10."""
+    """Configuration and data: dropout and KL on, one camera, some episodes shorter than the chunk.
+
+    Chunk and learning rates are ACT's own. They matter in float32: L1 and ReLU have kinks, and a residual
+    that rounding carries over its kink moves the gradient by its share of all residuals; with a chunk of 10
+    and ten times the rate one does so within 30 steps: 1e-3 of the norm in float32, nothing in float64.
+    """
     cfg = train.Config(
         steps=steps * layout.accumulation,
         batch_size=GLOBAL_BATCH // layout.world_size // layout.accumulation,
@@ -303,17 +309,17 @@ def small_job(
         mixed_precision=precision if precision in ("bf16", "fp16") else "no",  # type: ignore[arg-type]
         parallelism=dist.ParallelismConfig(layout.world_size // layout.dp_shard, layout.dp_shard),
         policy=train.PolicyFlags(
-            pretrained_backbone_weights=None, chunk_size=10, n_action_steps=10, dim_model=32, n_heads=4,
-            dim_feedforward=64, n_encoder_layers=2, n_vae_encoder_layers=2, latent_dim=8, dropout=0.1,
-            optimizer_lr=1e-4, optimizer_lr_backbone=1e-4,
+            pretrained_backbone_weights=None, dim_model=64, n_heads=4, dim_feedforward=256,
+            n_encoder_layers=2, n_vae_encoder_layers=2, latent_dim=8, dropout=0.1,
         ),
     )  # fmt: skip
-    lengths, rng = [23, 6, 31, 9, 14], np.random.default_rng(0)
+    lengths, rng = [230, 60, 310, 90, 140], np.random.default_rng(0)
     count = sum(lengths)
     keys = (data.ACTION, data.STATE, *([] if camera else [data.ENV_STATE]))
-    columns = {key: rng.normal(size=(count, 14)).astype(np.float32).cumsum(0) for key in keys}
+    columns = {key: rng.normal(size=(count, 14)).astype(np.float32) for key in keys}
     cameras = {"observation.images.top": NoiseFrames(count, 48, 64)} if camera else {}
-    train_set, _ = data.open_columns(replace(cfg.dataset, cache="off"), 10, columns, lengths, 50, cameras)
+    flags, chunk_size = replace(cfg.dataset, cache="off"), cfg.policy.chunk_size
+    train_set, _ = data.open_columns(flags, chunk_size, columns, lengths, 50, cameras)
     return cfg, train_set
 
 
@@ -600,8 +606,9 @@ class Speed:
     """Loader processes per rank, for each of the two loaders (float images, and ours)."""
     tf32: bool = True
     """TensorFloat-32 on CUDA, as in the job of the record; for all rows."""
-    keep_memory: bool = True
-    """Without a GPU, let glibc keep freed memory, as train.py does; for all rows. LeRobot does not."""
+    own_process: bool = True
+    """One rank without a GPU: each row has a process of its own, and they take turns. So what a row sets (our
+    step lets glibc keep freed memory, LeRobot's does not) or leaves in memory does not reach the next."""
     dataset: data.DatasetConfig = field(default_factory=data.DatasetConfig)
     json: str | None = None
     """File that the table is written to."""
@@ -701,13 +708,52 @@ class Runner:
             self.step.model.load_state_dict(policy.model.state_dict())  # strict: the names are the same
 
 
-def speed(flags: Speed) -> int:
-    """The table. Collective under torchrun: rank 0 prints, times are the slowest rank's."""
-    if not 0 < flags.warmup < flags.steps:
-        raise ValueError(
-            f"--steps={flags.steps} must be more than --warmup={flags.warmup}, which is at least 1."
-        )
-    chosen = known("rows", flags.rows, ROWS)
+class RowProcess:
+    """A row in a process of its own that measures when it is told to; the others wait meanwhile."""
+
+    def __init__(self, flags: Speed, name: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve_row, args=(flags, name, theirs))
+        self.process.start()
+        theirs.close()
+
+    def __call__(self, steps: int) -> Any:
+        self.pipe.send(steps)
+        return self.receive()
+
+    def receive(self) -> Any:
+        try:
+            fine, result = self.pipe.recv()
+        except EOFError:
+            raise RuntimeError(
+                f"the process of a row died (exit code {self.process.exitcode}); see above."
+            ) from None
+        if not fine:
+            raise RuntimeError(f"a row failed:\n{result}")
+        return result
+
+    def close(self) -> None:
+        self.pipe.close()  # which ends serve_row
+        self.process.join()
+
+
+def serve_row(flags: Speed, name: str, pipe: Any) -> None:
+    """Warms the row up, sends what was seen, then measures as many steps as each message says."""
+    try:
+        _, build_row, _ = rows_of(flags, [name], keep_memory=ROWS[name].ours)
+        runner, seen = build_row(name)
+        pipe.send((True, seen))
+        while True:
+            pipe.send((True, measure(runner, pipe.recv())))
+    except EOFError:
+        pass  # the table is complete
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+
+
+def rows_of(flags: Speed, names: list[str], keep_memory: bool) -> tuple[dist.Cluster, Callable, int]:
+    """The cluster, a function that builds and warms up a row, and the operations of the reference's step."""
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
     cfg = train.PRESETS["aloha" if flags.size == "paper" else "demo"]
@@ -717,35 +763,60 @@ def speed(flags: Speed) -> int:
     cfg = replace(cfg, dataset=replace(flags.dataset, image_size=size),
                   policy=replace(cfg.policy, pretrained_backbone_weights=None, dropout=0.1))  # fmt: skip
     cluster = dist.start(cfg.device)
-    dist.set_numerics(flags.tf32, flags.keep_memory)
+    dist.set_numerics(flags.tf32, keep_memory)
     train_set, _, policy = train.build(cfg, cluster, None)
-    if cluster.world_size == 1 and not flags.rows:
-        chosen = [name for name in chosen if name not in DDP_ONLY]
-    total = len(chosen) * (flags.steps + 3)
+    total = len(names) * (flags.steps + 3)
     batches = {kind: cls(train_set, cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size, 1, total)
                for kind, cls in ((True, data.TrainBatches), (False, FloatImages))}  # fmt: skip
-    loaders = {kind: data.to_device(train.make_loader(cfg, cluster, batches[kind]), cluster.device)
-               for kind in {ROWS[name].ours for name in chosen}}  # fmt: skip
-    rates = matmul_rates(cluster.device)
-    runners: dict[str, Runner] = {}
-    table: dict[str, dict[str, Any]] = {}
-    for name in chosen:  # build and warm up, one after the other, so that each one's own memory is seen
+
+    @functools.cache
+    def loader_of(ours: bool) -> data.DeviceBatches:
+        return data.to_device(train.make_loader(cfg, cluster, batches[ours]), cluster.device)
+
+    def build_row(name: str) -> tuple[Runner, dict[str, float]]:
         before = memory(cluster.device, reset=True)
-        runners[name] = runner = Runner(ROWS[name], cfg, cluster, policy, loaders[ROWS[name].ours])
+        runner = Runner(ROWS[name], cfg, cluster, policy, loader_of(ROWS[name].ours))
         first = measure(runner, 1)[0][0]
         measure(runner, flags.warmup - 1)
-        table[name] = {"first_s": first, "memory_gb": (memory(cluster.device) - before) / 1e9}
-        table[name]["launches"] = launches(runner)
-    times: dict[str, list[float]] = {name: [] for name in chosen}
-    waits: dict[str, list[float]] = {name: [] for name in chosen}
-    for block in blocks(
-        flags.steps - flags.warmup
-    ):  # rows take turns, so that a drift of the machine hits all alike
-        for name in chosen:
-            seconds, waited = measure(runners[name], block)
-            times[name] += slowest(cluster, seconds)
-            waits[name] += waited
-    count = operations(policy, cfg.batch_size)
+        seen = {"first_s": first, "memory_gb": (memory(cluster.device) - before) / 1e9}
+        return runner, seen | {"launches": launches(runner)}
+
+    return cluster, build_row, operations(policy, cfg.batch_size)
+
+
+def speed(flags: Speed) -> int:
+    """The table. Collective under torchrun: rank 0 prints, times are the slowest rank's."""
+    if not 0 < flags.warmup < flags.steps:
+        raise ValueError(
+            f"--steps={flags.steps} must be more than --warmup={flags.warmup}, which is at least 1."
+        )
+    chosen = known("rows", flags.rows, ROWS)
+    cluster, build_row, count = rows_of(flags, chosen, keep_memory=True)
+    if cluster.world_size == 1 and not flags.rows:
+        chosen = [name for name in chosen if name not in DDP_ONLY]
+    rates = matmul_rates(cluster.device)
+    apart = flags.own_process and cluster.world_size == 1 and cluster.device.type == "cpu"
+    turns: dict[str, Callable] = {}  # row -> a function that measures the given number of steps
+    table: dict[str, dict[str, Any]] = {}
+    try:
+        for name in chosen:  # one after the other, so that each one's own memory is seen
+            if apart:
+                turns[name] = process = RowProcess(flags, name)
+                table[name] = process.receive()
+            else:
+                runner, table[name] = build_row(name)
+                turns[name] = functools.partial(measure, runner)
+        times: dict[str, list[float]] = {name: [] for name in chosen}
+        waits: dict[str, list[float]] = {name: [] for name in chosen}
+        for block in blocks(flags.steps - flags.warmup):  # in turns: a drift of the machine hits all alike
+            for name in chosen:
+                seconds, waited = turns[name](block)
+                times[name] += slowest(cluster, seconds)
+                waits[name] += waited
+    finally:
+        for turn in turns.values():
+            if isinstance(turn, RowProcess):
+                turn.close()
     for name, row in table.items():
         deciles = (
             statistics.quantiles(times[name], n=10, method="inclusive")

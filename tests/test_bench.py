@@ -12,8 +12,9 @@ import model_act
 import train
 
 
-def test_the_reference_step_equals_ours(monkeypatch):
-    cfg, train_set = bench.small_job(bench.Layout(), "float64", 3, "cpu")
+@pytest.mark.parametrize("steps, camera", [(3, True), (20, False)])
+def test_the_reference_step_equals_ours(steps, camera, monkeypatch):
+    cfg, train_set = bench.small_job(bench.Layout(), "float64", steps, "cpu", camera)
     cfg = replace(cfg, policy=replace(cfg.policy, dropout=0.0))
     policy = train.build_policy(cfg, train_set, None)
     reference = bench.ReferenceStep(
@@ -27,7 +28,7 @@ def test_the_reference_step_equals_ours(monkeypatch):
     cluster = bench.dist.start("cpu")
     parts, sums = train.prepare(cfg, cluster, policy), bench.dist.MetricSums(cluster)
     parts.module.train()
-    batches = bench.data.TrainBatches(train_set, 0, 8, 0, 1, 1, 3)
+    batches = bench.data.TrainBatches(train_set, 0, 8, 0, 1, 1, steps)
     as_double = lambda batch: {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}  # noqa: E731
     monkeypatch.setattr(bench, "normalized", lambda b, s, real=bench.normalized: real(double_images(b), s))
     for step in batches.steps:
@@ -73,6 +74,7 @@ def test_the_speed_table_is_complete(tmp_path, monkeypatch, capsys):
     flags = (
         f"speed --size small --steps 3 --warmup 1 --batch-size 2 --num-workers 0 --json {file} --device cpu"
     )
+    flags += " --no-own-process"
     assert bench.main([*flags.split(), "--dataset.cache", "off", "--dataset.image-size", "32", "32"]) == 0
     table = json.loads(file.read_text())
     assert list(table["rows"]) == [name for name in bench.ROWS if name not in bench.DDP_ONLY]
@@ -87,6 +89,19 @@ def test_the_speed_table_is_complete(tmp_path, monkeypatch, capsys):
     assert "torch" in table["versions"] and "cores" in table["machine"] and table["command"]
     out = capsys.readouterr().out
     assert all(f"\n{name} " in out for name in table["rows"])
+
+
+def test_rows_in_processes_of_their_own_take_turns_and_a_failure_is_told(tmp_path, capfd):
+    file = tmp_path / "speed.json"
+    flags = (
+        f"speed --size small --steps 4 --warmup 1 --batch-size 2 --num-workers 1 --json {file} --device cpu"
+    )
+    flags = [*flags.split(), "--threads", "1", "--dataset.cache", "off", "--dataset.image-size", "32", "32"]
+    assert bench.main([*flags, "--rows", "reference", "ours"]) == 0
+    for row in json.loads(file.read_text())["rows"].values():
+        assert 0 < row["p10_s"] <= row["median_s"] <= row["worst_s"] and row["launches"] > 10
+    with pytest.raises(RuntimeError, match=r"(?s)a row failed:.*no such row"):
+        bench.RowProcess(bench.Speed(), "no such row").receive()
 
 
 def test_the_loader_table_reads_its_own_data_set(tmp_path):

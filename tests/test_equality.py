@@ -216,15 +216,15 @@ def traced_only(monkeypatch):
 
 def test_two_epochs_with_validation_compile_one_graph_and_one_more(traced_only, tmp_path, monkeypatch):
     _, frames = bench.small_job(bench.Layout(), "float32", 1, "cpu")
-    train_set, val_set = frames.select([0, 1, 2, 3]), frames.select([4])
+    train_set, val_set = frames.select([1, 3]), frames.select([4])
     assert len(train_set) % 8 and len(val_set) % 8
     train_set.notes = []
     monkeypatch.setattr(train, "open_data", lambda cfg: (train_set, val_set))
     steps = 2 * -(-len(train_set) // 8)
     flags = """--policy.pretrained-backbone-weights None --policy.dim-model 32 --policy.n-heads 4
         --policy.dim-feedforward 64 --policy.n-encoder-layers 1 --policy.n-vae-encoder-layers 1
-        --policy.chunk-size 10 --policy.n-action-steps 10 --compile --device cpu --num-workers 0 --batch-size 8
-        --eval-freq 5 --log-freq 4 --no-save-checkpoint""".split()
+        --compile --device cpu --num-workers 0 --batch-size 8
+        --eval-freq 15 --log-freq 4 --no-save-checkpoint""".split()
     flags += ["--steps", str(steps), "--output-dir", str(tmp_path / "run")]
     handlers = [train.signal.getsignal(s) for s in (train.signal.SIGTERM, train.signal.SIGUSR1)]
     try:
