@@ -1489,7 +1489,7 @@ def lerobot_train_config(run_config: dict, policy_config: dict, parallelism: dic
         "job_name": run.get("job_name", "act"),
         "resume": False,
         "seed": run.get("seed", 1000),
-        "num_workers": run.get("num_workers", 4),
+        "num_workers": 4 if run.get("num_workers") is None else run["num_workers"],
         "batch_size": run.get("batch_size", 8),
         "steps": steps,
         "env_eval_freq": 0,
@@ -1722,10 +1722,16 @@ def _merged(model_dir: Path) -> dict[str, Tensor]:
     merged = _read_all(_weights_source(base_dir, adapter=False, resume=True))
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     file = model_dir / ADAPTER if (model_dir / ADAPTER).is_file() else model_dir / WEIGHT_SHARDS
+    saved = _read_all(file)
+    for key, value in saved.items():
+        if key.endswith(".base_layer.out_proj.lora_B.weight") and value.any():
+            raise ValueError(
+                f"{file}: {key} is not zero, and versions of peft differ in what it means "
+                "(huggingface/peft#3774); merge this adapter with the peft that trained it."
+            )
+    # PEFT wraps an attention, and the wrapped one is its base_layer.
     adapter = {
-        # PEFT wraps an attention, and the wrapped one is its base_layer.
-        key.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): value
-        for key, value in _read_all(file).items()
+        key.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): value for key, value in saved.items()
     }
     for key, value in adapter.items():
         module, is_lora, side = key.rpartition(".lora_")

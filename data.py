@@ -138,6 +138,15 @@ def open_dataset(cfg: DatasetConfig, chunk_size: int) -> tuple["EpisodeDataset",
     return _finish(cfg, base, train_ids, val_ids, given, gray, len(meta.episodes))
 
 
+def camera_keys(cfg: DatasetConfig) -> list[str]:
+    """The cameras that training will read, from meta/info.json alone: known before any frame is decoded."""
+    path = resolve_root(cfg) / "meta" / "info.json"
+    with _told(path):
+        features = _read_json(path)["features"]
+        have = [key for key, feature in features.items() if feature["dtype"] in ("video", "image")]
+    return _chosen_cameras(cfg, have)
+
+
 def open_columns(
     cfg: DatasetConfig,
     chunk_size: int,

@@ -38,6 +38,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -468,6 +469,9 @@ def parallelize(
         import torch._dynamo
 
         torch._dynamo.config.optimize_ddp = False
+    # A channels-last image gives a 1x1 convolution's gradient other strides than the weight has, for the same
+    # order in memory: DDP warns, and copies it as fast as any other.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     # torch 2.14 renamed the option, 2.11 knows the old name only.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     renamed: Any = {

@@ -29,9 +29,7 @@ from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
-from torchvision.ops.misc import FrozenBatchNorm2d
 
 STATE, ENV_STATE, ACTION = "observation.state", "observation.environment_state", "action"
 BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -285,30 +283,10 @@ class ACTPolicy(nn.Module):
         return cls(ACTConfig(**values), config["input_features"], config["output_features"], stats)
 
     def load_pretrained_backbone(self) -> None:
-        """Load the torchvision weights that the config names; nothing to do with None or without cameras.
-
-        Raises:
-            ValueError: the weights are unknown or another ResNet's, or cannot be had (offline, not cached).
-        """
-        name, backbone = self.config.pretrained_backbone_weights, self.config.vision_backbone
-        if name is None or not self.model.cameras:
-            return
-        flag = "--policy.pretrained-backbone-weights"
-        known = [str(weights) for weights in torchvision.models.get_model_weights(backbone)]
-        if name not in known:
-            choice = ", ".join([*known, "None"])
-            raise ValueError(
-                f"{flag}={name} is not of --policy.vision-backbone={backbone}; use one of {choice}."
-            )
-        try:
-            state = torchvision.models.get_weight(name).get_state_dict(progress=False, check_hash=True)
-        except (OSError, RuntimeError) as error:  # no network is an OSError, a torn file a RuntimeError
-            raise ValueError(
-                f"{flag}={name} could not be loaded ({error}): set TORCH_HOME to a directory whose "
-                f"hub/checkpoints holds the file (now {torch.hub.get_dir()}), or use {flag} None."
-            ) from None
-        skip = ("fc.weight", "fc.bias", "num_batches_tracked")
-        self.model.backbone.load_state_dict({k: v for k, v in state.items() if not k.endswith(skip)})
+        """Load the torchvision weights that the config names (`pretrained_state`), if there is a camera."""
+        state = pretrained_state(self.config) if self.model.cameras else None
+        if state is not None:
+            self.model.backbone.load_state_dict(state)
 
     def _observation(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: self._need(batch, key) for key in self.model.observations}
@@ -317,6 +295,33 @@ class ACTPolicy(nn.Module):
         if key not in batch:
             raise ValueError(f"The batch lacks {key!r}, which the policy needs; it has {', '.join(batch)}.")
         return batch[key]
+
+
+def pretrained_state(config: ACTConfig) -> dict[str, Tensor] | None:
+    """The backbone weights that the config names, from TORCH_HOME or downloaded to it; None for None.
+
+    Raises:
+        ValueError: the weights are unknown or another ResNet's, or cannot be had (offline, not cached).
+    """
+    name, backbone = config.pretrained_backbone_weights, config.vision_backbone
+    if name is None:
+        return None
+    import torchvision
+
+    flag = "--policy.pretrained-backbone-weights"
+    known = [str(weights) for weights in torchvision.models.get_model_weights(backbone)]
+    if name not in known:
+        choice = ", ".join([*known, "None"])
+        raise ValueError(f"{flag}={name} is not of --policy.vision-backbone={backbone}; use one of {choice}.")
+    try:
+        state = torchvision.models.get_weight(name).get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:  # no network is an OSError, a torn file a RuntimeError
+        raise ValueError(
+            f"{flag}={name} could not be loaded ({error}): set TORCH_HOME to a directory whose "
+            f"hub/checkpoints holds the file (now {torch.hub.get_dir()}), or use {flag} None."
+        ) from None
+    skip = ("fc.weight", "fc.bias", "num_batches_tracked")
+    return {key: value for key, value in state.items() if not key.endswith(skip)}
 
 
 def check_features(config: ACTConfig, inputs: dict[str, dict], outputs: dict[str, dict]) -> None:
@@ -928,11 +933,13 @@ class ResNet(nn.Module):
     """torchvision's ResNet up to its last stage, its frozen batch norms folded into the convolutions."""
 
     def __init__(self, name: str, dilate: bool) -> None:
+        import torchvision  # most of a second, which --help and policies without a camera do without
+
         super().__init__()
         net = torchvision.models.get_model(
             name,
             weights=None,
-            norm_layer=FrozenBatchNorm2d,
+            norm_layer=torchvision.ops.FrozenBatchNorm2d,
             replace_stride_with_dilation=[False, False, dilate],
         )
         self.conv1, self.bn1, self.maxpool = net.conv1, net.bn1, net.maxpool
@@ -962,7 +969,7 @@ def relu(x: Tensor) -> Tensor:
     return x.relu_() if torch.compiler.is_compiling() else _Relu.apply(x)
 
 
-def conv_norm(x: Tensor, conv: nn.Module, norm: FrozenBatchNorm2d) -> Tensor:
+def conv_norm(x: Tensor, conv: nn.Module, norm: Any) -> Tensor:
     """norm(conv(x)) as one convolution: a frozen batch norm scales the filters and shifts what they give."""
     if type(conv) is not nn.Conv2d:  # wrapped, by an adapter for example
         return norm(conv(x))

@@ -103,8 +103,8 @@ class Config:
     """Loop steps: micro-batches per rank."""
     batch_size: int = 8
     """Samples per rank and step."""
-    num_workers: int = 4
-    """Loader processes per rank; 0 loads in the training process."""
+    num_workers: int | None = None
+    """Loader processes per rank; 0 loads in the training process. None: 4, or a rank's cores if fewer."""
     seed: int = 1000
     """Decides initial weights, sample order, dropout and latent noise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -512,7 +512,8 @@ def check(cfg: Config, cluster: dist.Cluster) -> None:
     for flag in ("steps", "batch_size", "log_freq", "gradient_accumulation_steps"):
         need(getattr(cfg, flag) >= 1, flag.replace("_", "-"), getattr(cfg, flag), "it must be at least 1")
     for flag in ("num_workers", "save_freq", "eval_freq", "seed"):
-        need(getattr(cfg, flag) >= 0, flag.replace("_", "-"), getattr(cfg, flag), "it must be 0 or more")
+        value = getattr(cfg, flag)
+        need(value is None or value >= 0, flag.replace("_", "-"), value, "it must be 0 or more")
     need(cfg.seed < 2**63, "seed", cfg.seed, "it must be below 2^63")
     need(cfg.sim.episodes >= 1, "sim.episodes", cfg.sim.episodes, "the embedded task needs a demonstration")
     act_config(cfg.policy)
@@ -557,7 +558,6 @@ def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> 
     def changed(group: Any) -> bool:
         return group != type(group)()
 
-    uses_sim = cfg.dataset.root is None and cfg.dataset.repo_id is None
     found = [
         (changed(cfg.ddp) and cluster.mode != "ddp", f"--ddp.* has no effect in mode {cluster.mode}"),
         (changed(cfg.fsdp) and not cluster.sharded, f"--fsdp.* has no effect in mode {cluster.mode}"),
@@ -572,7 +572,8 @@ def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> 
         (cluster.world_size == 1 and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= set(os.environ),
          "--num_processes of accelerate launch has no effect beside --cpu or on one GPU, where it starts one "
          "process; use torchrun --nproc-per-node, or accelerate's --multi_gpu, which runs on a CPU as well"),
-        (changed(cfg.sim) and not uses_sim, "--sim.* has no effect with --dataset.root or --dataset.repo-id"),
+        (changed(cfg.sim) and not uses_sim(cfg),
+         "--sim.* has no effect with --dataset.root or --dataset.repo-id"),
         (changed(cfg.peft) and not cfg.peft.enabled,
          "--peft.* has no effect without --peft.method-type LORA"),
         (cfg.profile and cfg.steps < 62, "--profile has no effect: it traces steps 60 to 62"),
@@ -627,6 +628,8 @@ def build(cfg: Config, cluster: dist.Cluster, source: Path | None) -> tuple:
     built: list = []
 
     def make() -> None:
+        if source is None and cfg.policy.path is None and (uses_sim(cfg) or data.camera_keys(cfg.dataset)):
+            model_act.pretrained_state(act_config(cfg.policy))  # missing? Said before an hour of decoding
         train_set, val_set = open_data(cfg)
         built.extend([train_set, val_set, build_policy(cfg, train_set, source)])
 
@@ -637,9 +640,13 @@ def build(cfg: Config, cluster: dist.Cluster, source: Path | None) -> tuple:
     return tuple(built)
 
 
+def uses_sim(cfg: Config) -> bool:
+    return cfg.dataset.root is None and cfg.dataset.repo_id is None
+
+
 def open_data(cfg: Config) -> tuple[data.EpisodeDataset, data.EpisodeDataset | None]:
     """Training and validation episodes: a LeRobot data set, or the embedded task's demonstrations."""
-    if cfg.dataset.root is not None or cfg.dataset.repo_id is not None:
+    if not uses_sim(cfg):
         return data.open_dataset(cfg.dataset, cfg.policy.chunk_size)
     height, width = cfg.dataset.image_size or (480, 640)
     shown = sim.Demonstrations(cfg.sim.episodes, cfg.sim.seed, height, width)
@@ -812,7 +819,14 @@ def make_loaders(
 
 
 def make_loader(cfg: Config, cluster: dist.Cluster, batches: Any) -> torch.utils.data.DataLoader:
-    return data.make_loader(batches, cfg.num_workers, pin_memory=cluster.device.type == "cuda")
+    return data.make_loader(batches, workers(cfg, cluster), pin_memory=cluster.device.type == "cuda")
+
+
+def workers(cfg: Config, cluster: dist.Cluster) -> int:
+    """Loader processes of this rank, a thread each: more of them than cores would slow the step down."""
+    if cfg.num_workers is not None:
+        return cfg.num_workers
+    return min(4, max(1, (os.cpu_count() or 1) // cluster.local_world_size))
 
 
 # ---------------------------------------------------------------------------------------------------- the log
@@ -914,7 +928,7 @@ class RunLog:
         if data_s > 0.2 * step_s and self._logged_before:
             self.warn(
                 f"{data_s / step_s:.0%} of the time is spent waiting for data; raise --num-workers (now "
-                f"{cfg.num_workers}) or decode once with --dataset.cache disk.",
+                f"{workers(cfg, self.cluster)}) or decode once with --dataset.cache disk.",
                 once="data",
             )
 

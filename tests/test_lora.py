@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import ckpt
 import dist
+import lora
 from dist import FSDPConfig, ParallelismConfig
 from lora import (
     PeftConfig,
@@ -493,6 +495,24 @@ def test_an_adapter_over_another_base_is_refused():
     base["model.decoder.layers.0.linear1.weight"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"linear1\.weight is \(3, 3\) in the base"):
         merge_state_dict(base, adapter, cfg.scaling)
+
+
+def test_an_adapter_that_trained_out_proj_is_refused_wherever_it_would_be_merged(tmp_path):
+    policy = base_policy()
+    folder = save(policy, apply_lora(policy, EVERYTHING), tmp_path / "adapter")
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if key.endswith("base_layer.out_proj.lora_B.weight"))
+    save_file(tensors | {key: torch.ones_like(tensors[key])}, file)
+    shutil.copy(BASE / "config.json", folder)
+    for merge_it in (
+        lambda: load_adapter(base_policy(), folder),
+        lambda: lora.merge_checkpoint(folder, tmp_path / "merged"),
+        lambda: ckpt.load_weights(folder, base_policy()),
+    ):
+        with pytest.raises(ValueError, match=r"out_proj.*is not zero.*huggingface/peft#3774"):
+            merge_it()
+    assert not (tmp_path / "merged").exists()
 
 
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):

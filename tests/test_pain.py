@@ -1,6 +1,7 @@
 """Bad days of a run against what must be left of it: a closed console, damaged metrics, too little shared
 memory, a rank that raises, ranks with other clocks; and the console against what was decided."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,12 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from ranks import free_port, run_ranks
 from test_train import ENV, rows, run
 
+import ckpt
 import data
+import dist
+import model_act
 import train
 
 
@@ -140,3 +146,80 @@ def test_a_run_directory_that_cannot_be_written_is_one_sentence(tmp_path, capsys
     assert re.fullmatch(
         r"--output-dir=.*/file/run cannot be written \(.*\); name another directory\.", sentence
     )
+
+
+def test_the_default_number_of_workers_fits_the_cores_of_a_rank(monkeypatch):
+    def chosen(cores: int, ranks: int, **flags) -> int:
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        cluster = dist.start("cpu")
+        return train.workers(train.Config(**flags), dataclasses.replace(cluster, local_world_size=ranks))
+
+    assert [chosen(16, 8), chosen(64, 8), chosen(2, 1), chosen(2, 4)] == [2, 4, 2, 1]
+    assert chosen(2, 4, num_workers=3) == 3 and chosen(2, 4, num_workers=0) == 0
+
+
+def test_one_set_of_statistics_in_training_in_the_checkpoint_and_at_inference(tmp_path, monkeypatch, capsys):
+    rng, lengths = np.random.default_rng(0), [12] * 10
+    offsets = np.repeat(np.arange(10.0) ** 2, 12)[:, None]  # each episode acts somewhere else
+    columns = {
+        key: (rng.normal(size=(120, 3)) + offsets).astype(np.float32) for key in (data.ACTION, data.STATE)
+    }
+    columns[data.ENV_STATE] = rng.normal(size=(120, 2)).astype(np.float32)
+    monkeypatch.setattr(
+        train, "open_data", lambda cfg: data.open_columns(cfg.dataset, 20, columns, lengths, 50, {})
+    )
+    seen: list[train.Run] = []
+    real = train.train
+    monkeypatch.setattr(train, "train", lambda run: seen.append(run) or real(run))
+    chosen = ["--dataset.episodes", *"0123456", "--dataset.val-episodes", "7", "8", "--eval-freq", "1"]
+    assert run(tmp_path / "run", "--steps", "1", *chosen) == 0
+    assert "statistics from 7 of 10 episodes" in capsys.readouterr().out
+    used = np.concatenate([columns[data.ACTION][12 * e : 12 * e + 12] for e in range(7)])
+    config, saved = ckpt.load_policy_files(tmp_path / "run")
+    policies = {
+        "training": seen[0].parts.policy,
+        "inference": model_act.ACTPolicy.from_config_dict(config, saved),
+    }
+    for key, values in ((data.ACTION, used), (data.STATE, None)):
+        for where, policy in policies.items():
+            normalizer = policy.model.normalizers[key.replace(".", "/")]
+            assert torch.equal(normalizer.shift, saved[key]["mean"].float()), (where, key)
+            assert torch.equal(normalizer.factor, saved[key]["std"].float()), (where, key)
+        if values is not None:
+            torch.testing.assert_close(saved[key]["mean"].float(), torch.tensor(values.mean(0)))
+            x = torch.tensor(values)
+            model = policies["inference"].model
+            torch.testing.assert_close(
+                model.unnormalize(key, model.normalize(key, x)), x, rtol=1e-5, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "none"])
+def test_the_learning_rate_past_the_end_stays_at_its_floor(name):
+    schedule = train.SchedulerConfig(name, warmup_steps=3, decay_steps=10, final_lr_ratio=0.1)
+    cfg = train.Config(steps=10, scheduler=schedule)
+    floor = 0.1 if name == "cosine" else 1.0
+    assert [train.lr_factor(cfg, step) for step in (10, 11, 40, 10**9)] == pytest.approx([floor] * 4)
+    assert min(train.lr_factor(cfg, step) for step in range(3, 50)) == pytest.approx(floor)
+
+
+def slow_evaluation(rank: int, world_size: int) -> tuple[float, list[float]]:
+    """Rank 0's evaluation takes three times what a collective may wait for."""
+    cluster = dist.start("cpu", step_timeout_s=3)
+    dist.shorten_timeout(cluster)
+
+    def may_wait_s() -> float:
+        options = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options
+        return options._timeout.total_seconds()
+
+    waits = [may_wait_s()]
+    with dist.patience(cluster):
+        waits.append(may_wait_s())
+        if rank == 0:
+            time.sleep(9)
+        total = dist.sum_over_ranks(cluster, torch.ones(1)).item()
+    return total, [*waits, may_wait_s()]
+
+
+def test_an_evaluation_longer_than_the_time_out_is_waited_for_and_only_that():
+    assert run_ranks(2, slow_evaluation, init_group=False) == [(2.0, [3, 86400, 3])] * 2

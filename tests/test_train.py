@@ -368,3 +368,26 @@ def test_a_signal_ends_one_process_with_a_checkpoint_and_its_exit_code(tmp_path,
         process.kill()
     assert process.returncode == code, output
     assert len([p for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()]) == 1
+
+
+def test_missing_backbone_weights_are_told_before_any_frame_is_decoded(tmp_path, monkeypatch, capsys):
+    def never(*args):
+        raise AssertionError("frames were opened")
+
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    flags = ["--output-dir", str(tmp_path / "run"), "--steps", "1", "--num-workers", "0"]
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "open_data", never)
+        for where in ([], ["--dataset.root", str(DATA / "two_cam_v3")]):
+            assert train.main([*where, *flags]) == 1
+            error = capsys.readouterr().err.strip()
+            assert "set TORCH_HOME" in error and "\n" not in error
+    # Without a camera there is no backbone, and nothing to miss.
+    assert (
+        train.main([*ENV, *flags, "--policy.pretrained-backbone-weights", "ResNet18_Weights.IMAGENET1K_V1"])
+        == 0
+    )
