@@ -1,0 +1,144 @@
+"""lerobot-train's command line: each of its flags means the same in every spelling, alone and among all others,
+and all of them together train."""
+
+import json
+from pathlib import Path
+
+from conftest import DATA
+from ranks import run_ranks
+from test_train import rows
+
+import lerobot_flags
+import train
+
+LEROBOT = {
+    "policy.type": "act",
+    "policy.device": "cpu",
+    "policy.repo_id": "user/name",
+    "policy.push_to_hub": "false",
+    "dataset.repo_id": "user/name",
+    "accelerator.mixed_precision": "bf16",
+    "accelerator.gradient_accumulation.steps": "2",
+    "accelerator.compile.enabled": "true",
+    "accelerator.compile.mode": "default",
+    "accelerator.ddp.bucket_cap_mb": "25",
+    "accelerator.ddp.broadcast_buffers": "false",
+    "accelerator.ddp.gradient_as_bucket_view": "true",
+    "accelerator.ddp.static_graph": "true",
+    "accelerator.ddp.find_unused_parameters": "false",
+    "accelerator.fsdp.wrap_modules": '["ACTEncoderLayer"]',
+    "accelerator.fsdp.min_num_params": "1000",
+    "accelerator.fsdp.reshard_after_forward": "false",
+    "accelerator.fsdp.cpu_offload": "false",
+    "accelerator.fsdp.ignored_modules": "model.action_head",
+    "accelerator.fsdp.mixed_precision_policy.param_dtype": "bfloat16",
+    "accelerator.fsdp.mixed_precision_policy.reduce_dtype": "float32",
+    "accelerator.fsdp.mixed_precision_policy.output_dtype": "null",
+    "accelerator.fsdp.mixed_precision_policy.cast_forward_inputs": "true",
+    "wandb.enable": "false",
+    "trackio.enable": "true",
+    "save_checkpoint": "false",
+    "eval_steps": "3",
+    "env_eval_freq": "3",
+    "optimizer.type": "adamw",
+    "optimizer.lr": "1e-4",
+    "optimizer.weight_decay": "0",
+    "optimizer.betas": "[0.9, 0.99]",
+    "optimizer.eps": "1e-7",
+    "optimizer.grad_clip_norm": "1",
+    "scheduler.type": "cosine_decay_with_warmup",
+    "scheduler.num_warmup_steps": "2",
+    "scheduler.num_decay_steps": "4",
+    "scheduler.peak_lr": "1e-4",
+    "scheduler.decay_lr": "1e-5",
+    "peft.method_type": "LORA",
+    "peft.r": "4",
+    "peft.target_modules": '["linear1", "linear2"]',
+    "parallelism.dp_replicate": "1",
+    "parallelism.dp_shard": "1",
+    "checkpoint_format": "safetensors",
+    "log_freq": "7",
+    "save_freq": "8",
+    "seed": "9",
+    "steps": "10",
+    "batch_size": "11",
+    "num_workers": "0",
+    "job_name": "mine",
+    "output_dir": "here",
+}
+"""The flags that the field's multi-GPU guide and command lines in use consist of, each with a value."""
+
+OURS = {
+    "device": "cpu", "push_to_hub": None, "dataset.repo_id": "user/name", "mixed_precision": "bf16",
+    "gradient_accumulation_steps": 2, "compile": True, "compile_mode": "default", "ddp.bucket_cap_mb": 25,
+    "ddp.broadcast_buffers": False, "ddp.gradient_as_bucket_view": True, "ddp.static_graph": True,
+    "ddp.find_unused_parameters": False, "fsdp.wrap_modules": ["ACTEncoderLayer"], "fsdp.min_num_params": 1000,
+    "fsdp.reshard_after_forward": False, "fsdp.cpu_offload": False, "fsdp.ignored_modules": "model.action_head",
+    "fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32", "fsdp.output_dtype": None,
+    "fsdp.cast_forward_inputs": True, "tracker": "trackio", "save_checkpoint": False, "eval_freq": 3,
+    "optimizer.lr": 1e-4, "optimizer.weight_decay": 0.0, "optimizer.betas": [0.9, 0.99], "optimizer.eps": 1e-7,
+    "optimizer.grad_clip_norm": 1.0, "scheduler.name": "cosine", "scheduler.warmup_steps": 2,
+    "scheduler.decay_steps": 4, "scheduler.final_lr_ratio": 0.1, "peft.method_type": "LORA", "peft.r": 4,
+    "peft.target_modules": ["linear1", "linear2"], "parallelism.dp_replicate": 1, "parallelism.dp_shard": 1,
+    "checkpoint_format": "safetensors", "log_freq": 7, "save_freq": 8, "seed": 9, "steps": 10, "batch_size": 11,
+    "num_workers": 0, "job_name": "mine", "output_dir": "here",
+}  # fmt: skip
+"""All of them in our words."""
+
+
+def in_our_words(flags: list[str]) -> dict[str, list[str]]:
+    return lerobot_flags.translate(lerobot_flags.split_flags(flags), train.field_types(train.Config))
+
+
+def test_a_flag_of_lerobot_train_means_the_same_in_every_spelling_alone_and_among_others():
+    together = in_our_words([f"--{name}={value}" for name, value in LEROBOT.items()])
+    pair = ["--scheduler.peak_lr=1e-4", "--scheduler.decay_lr=1e-5"]  # refused one without the other
+    assert in_our_words(pair).items() <= together.items()
+    for name, value in LEROBOT.items():
+        if name in ("scheduler.peak_lr", "scheduler.decay_lr"):
+            continue
+        dashes = name.replace("_", "-")
+        spellings = [
+            [f"--{name}={value}"],
+            [f"--{name}", value],
+            [f"--{dashes}={value}"],
+            [f"--{dashes}", value],
+        ]
+        if value == "true":
+            spellings += [[f"--{name}=True"], [f"--{name}"]]
+        alone = [in_our_words(flags) for flags in spellings]
+        alone = [{key: words or ["true"] for key, words in flags.items() if key} for flags in alone]
+        assert alone == [alone[0]] * len(alone), name
+        assert alone[0].items() <= together.items(), name
+    config = train.parse_command_line([f"--{name}={value}" for name, value in LEROBOT.items()])[0]
+    found = train.flat(train.to_dict(config))
+    assert {key: found[key] for key in OURS} == OURS
+
+
+def lerobot_job(run_dir: Path, equals: bool) -> list[str]:
+    flags = LEROBOT | {
+        "dataset.root": str(DATA / "env_state_v3"), "policy.chunk_size": "20", "policy.n_action_steps": "20",
+        "policy.dim_model": "32", "policy.n_heads": "4", "policy.dim_feedforward": "64", "steps": "4",
+        "batch_size": "2", "log_freq": "2", "trackio.enable": "false", "peft.method_type": "null",
+        "accelerator.compile.enabled": "false", "output_dir": str(run_dir), "save_checkpoint": "true",
+        "dataset.eval_split": "0.4",
+    }  # fmt: skip
+    if equals:
+        return [f"--{name}={value}" for name, value in flags.items()]
+    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def train_rank(rank: int, world_size: int, argv: list[str]) -> int:
+    return train.main(argv)
+
+
+def test_all_flags_of_lerobot_train_together_train_on_two_ranks_in_either_spelling(tmp_path):
+    jobs = [lerobot_job(tmp_path / name, name == "equals") for name in ("equals", "blank")]
+    jobs.append(["--resume=true", f"--config_path={tmp_path / 'blank/checkpoints/last'}", "--steps=6"])
+    for job in jobs:
+        assert run_ranks(2, train_rank, job, init_group=False, deadline_s=240) == [0, 0], job
+    one, other = rows(tmp_path / "equals"), rows(tmp_path / "blank")
+    assert other[: len(one)] == one and [row["step"] for row in one] == [0, 2, 4, 4]
+    saved = json.loads((tmp_path / "equals/checkpoints/last/training_state/run_config.json").read_text())
+    assert saved["mixed_precision"] == "bf16" and saved["gradient_accumulation_steps"] == 2
+    assert other[-1]["step"] == 6
