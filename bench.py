@@ -646,7 +646,7 @@ class ReferenceStep:
             )
             self.module = dist.parallelize(policy, cluster, dist.DDPConfig() if row.one_bucket else ddp)  # type: ignore[assignment]
         self.stats = {key: {name: torch.as_tensor(value).to(device) for name, value in entry.items()}
-                      for key, entry in (stats or {}).items()}  # fmt: skip
+                      for key, entry in (stats or {}).items() if key != model_act.ENV_STATE}  # fmt: skip
         named = list(policy.named_parameters())
         lrs = {False: config.optimizer_lr, True: config.optimizer_lr_backbone}
         groups = [
