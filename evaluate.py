@@ -601,6 +601,9 @@ class AlohaEnvironment:
 def _aloha(name: str) -> tuple[Any, Any, Any]:
     """gym-aloha's tasks, dm_control's Environment, and the loaded model."""
     os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is imported; there is no display
+    # And with it Triton: loaded after EGL's driver, which has another LLVM, it crashes.
+    import torch._dynamo  # noqa: F401
+
     try:
         from dm_control import mujoco
         from dm_control.rl.control import Environment

@@ -1,7 +1,9 @@
 """Rollouts against the environment stepped by hand and select_action; the report against what it shows."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -444,6 +446,17 @@ def test_charts_place_values_between_their_ticks():
 
 
 # ---- MuJoCo, where gym-aloha is installed
+
+
+def test_triton_is_loaded_before_mujocos_driver(tmp_path):
+    """The driver brings an LLVM of its own, and Triton's, loaded second, would take it for its own and crash."""
+    (tmp_path / "dm_control.py").write_text(
+        "import sys; sys.exit(0 if 'torch._dynamo' in sys.modules else 3)"
+    )
+    code = "import evaluate; evaluate.check(evaluate.RolloutConfig(env='aloha-insertion'))"
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=False)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("env_name", ["aloha-transfer-cube", "aloha-insertion"])
