@@ -473,10 +473,11 @@ class Spread:
         return None
 
     def table(self) -> str:
-        lines = ["joint  predicted  target   ratio  by image alone"]
+        lines = ["joint  predicted  target   ratio"]
+        lines[0] += "" if self.from_images is None else "  by image alone"
         for joint, (ours, target) in enumerate(zip(self.predicted, self.target)):
-            image = "" if self.from_images is None else f"{self.from_images[joint]:11.4f}"
-            lines.append(f"{joint:5d} {ours:10.4f} {target:7.4f} {ours / max(target, 1e-12):7.0%} {image}")
+            image = "" if self.from_images is None else f" {self.from_images[joint]:11.4f}"
+            lines.append(f"{joint:5d} {ours:10.4f} {target:7.4f} {ours / max(target, 1e-12):7.0%}{image}")
         return "\n".join(lines)
 
 
@@ -753,23 +754,28 @@ COLOURS = ("#2864b0", "#c8641e", "#3c8c46", "#8246a0")
 
 
 def _evaluation_table(run_dir: Path, evaluations: list[tuple[Path, dict]]) -> str:
-    rows = [
-        "<tr><th>step<th>environment<th>success<th>95 % interval<th>held at end<th>mean length<th>files</tr>"
-    ]
+    """One row an evaluation; a column that no evaluation has anything to say in is left out."""
+    rows = []
     for directory, content in evaluations:
-        held = f"{content['held_at_end_rate']:.0%}" if "held_at_end_rate" in content else ""
-        links = " ".join(
+        links = [
             f'<a href="{(directory / name).relative_to(run_dir)}">{name}</a>'
             for name in ("episodes.json", "rollout.png", "chunk.svg")
             if (directory / name).is_file()
-        )
-        rows.append(
-            f"<tr><td>{content.get('step', '')}<td>{html.escape(str(content['config']['env']))}"
-            f"<td>{content['successes']} of {content['episodes']} = {content['success_rate']:.0%}"
-            f"<td>{content['success_low']:.0%} to {content['success_high']:.0%}<td>{held}"
-            f"<td>{content['episode_steps']:.0f}<td>{links}</tr>"
-        )
-    return f"<table>{''.join(rows)}</table>"
+        ]
+        held = content.get("held_at_end_rate")
+        rows.append({
+            "step": content.get("step", ""),
+            "environment": html.escape(str(content["config"]["env"])),
+            "success": f"{content['successes']} of {content['episodes']} = {content['success_rate']:.0%}",
+            "95 % interval": f"{content['success_low']:.0%} to {content['success_high']:.0%}",
+            "held at end": "" if held is None else f"{held:.0%}",
+            "mean length": f"{content['episode_steps']:.0f}",
+            "files": " ".join(links),
+        })  # fmt: skip
+    heads = [head for head in rows[0] if any(row[head] != "" for row in rows)] if rows else []
+    lines = [f"<tr>{''.join(f'<th>{head}' for head in heads)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{row[head]}' for head in heads)}</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _inline(svg: str) -> str:
