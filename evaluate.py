@@ -189,7 +189,8 @@ def evaluate_in_training(
     run_dir: str | Path,
     step: int,
     samples: dict[str, Tensor] | None = None,
-) -> dict[str, float]:
+    interrupted: Callable[[], bool] = bool,
+) -> dict[str, float] | None:
     """Roll out where there is an environment; leave pictures and report.html in the run directory (rank 0).
 
     Collective: call on every rank; each rolls out its share, all get the result.
@@ -198,12 +199,18 @@ def evaluate_in_training(
         policy: whole on every rank (a gathered copy where the training's is sharded).
         samples: a batch of data set frames with their true actions, to compare predictions with (see
             `spread_out`); None: the expert's where there is one.
+        interrupted: asked between control steps; true on any rank breaks the evaluation off on all.
     Returns:
+        None if it was broken off; else
         "success_rate" with its 95 % interval "success_low" and "success_high", "episode_steps", and what else
         the environment counts; nothing without an environment.
     """
     with dist.raise_together(cluster):
-        share = evaluate_share(policy, cfg, cluster.device, cluster.rank, cluster.world_size, filmed=1)
+        share = evaluate_share(
+            policy, cfg, cluster.device, cluster.rank, cluster.world_size, filmed=1, interrupted=interrupted
+        )
+    if dist.any_rank(cluster, interrupted()):
+        return None
     if cluster.world_size > 1:
         shares: list[Any] = [None] * cluster.world_size
         torch.distributed.all_gather_object(shares, [replace(e, frames=[]) for e in share])
@@ -233,6 +240,7 @@ def evaluate_share(
     rank: int = 0,
     world_size: int = 1,
     filmed: int = 0,
+    interrupted: Callable[[], bool] = bool,
 ) -> list[Episode]:
     """This rank's episodes: every world_size-th seed, none without --env. Nothing is communicated."""
     if cfg.env is None:
@@ -241,7 +249,7 @@ def evaluate_share(
     return rollout(
         policy, cfg.env, seeds, device, n_action_steps=cfg.n_action_steps,
         temporal_ensemble_coeff=cfg.temporal_ensemble_coeff, batch_size=cfg.batch_size,
-        filmed=filmed, progress=rank == 0,
+        filmed=filmed, progress=rank == 0, interrupted=interrupted,
     )  # fmt: skip
 
 
@@ -256,6 +264,7 @@ def rollout(
     batch_size: int = 10,
     filmed: int = 0,
     progress: bool = False,
+    interrupted: Callable[[], bool] = bool,
 ) -> list[Episode]:
     """Roll the policy out once per seed, all in lock-step. Its train or eval mode is left as it was.
 
@@ -263,6 +272,7 @@ def rollout(
         policy: anything with config, input_features, output_features and predict_action_chunk(batch).
         n_action_steps, temporal_ensemble_coeff: None takes the policy's own.
         filmed: keep the frames of so many episodes, the first ones.
+        interrupted: asked before each control step; true ends all episodes where they are.
     Raises:
         ValueError: the policy was made for other features than the environment has.
         ImportError: the environment's package is missing.
@@ -286,7 +296,7 @@ def rollout(
     was_training = policy.training
     policy.eval()
     step = 0
-    while len(live):
+    while len(live) and not interrupted():
         if step % horizon == 0:
             batch = {STATE: torch.from_numpy(states[live])} if STATE in policy.input_features else {}
             if camera is not None:

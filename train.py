@@ -143,7 +143,7 @@ class Config:
     ddp: dist.DDPConfig = field(default_factory=dist.DDPConfig)
     fsdp: dist.FSDPConfig = field(default_factory=dist.FSDPConfig)
     dataset: data.DatasetConfig = field(default_factory=data.DatasetConfig)
-    sim: SimConfig = field(default_factory=SimConfig)  # a field must not hide its module
+    sim: SimConfig = field(default_factory=SimConfig)
     policy: PolicyFlags = field(default_factory=PolicyFlags)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -186,12 +186,15 @@ USER_ERRORS = (ValueError, OSError, ImportError)
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line to its end. Returns the exit code: 0, 1, or 143 / 138 after SIGTERM / SIGUSR1."""
+    made = None
     try:
         cfg, source = parse_command_line(sys.argv[1:] if argv is None else argv)
         cluster = dist.start(cfg.device, cfg.parallelism)
         with dist.raise_together(cluster):
             check(cfg, cluster)
+        existed = cfg.output_dir is not None and Path(cfg.output_dir).exists()
         cfg = with_run_dir(cfg, cluster, source)
+        made = None if existed else run_dir(cfg)
         dist.set_numerics(cfg.tf32)
         train_set, val_set, policy = build(cfg, cluster, source)
         parts = prepare(cfg, cluster, policy)
@@ -203,8 +206,14 @@ def main(argv: list[str] | None = None) -> int:
         with dist.raise_together(cluster):
             loaders = make_loaders(cfg, cluster, place, train_set, val_set)
     except USER_ERRORS as error:
-        print(error, file=sys.stderr)
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # the sentence is the same on every rank
+            print(error, file=sys.stderr)
+        if made is not None:
+            with contextlib.suppress(OSError):
+                made.rmdir()  # nothing was written yet
         return 1
+    except KeyboardInterrupt:
+        return 130
     log.banner(parts, val_set, place)
     run = Run(cfg, cluster, parts, place, train_set, val_set, *loaders, writer, log, stop)
     code = train(run)
@@ -240,9 +249,11 @@ class Place:
     step: int = 0
     samples_seen: int = 0
     unlogged: dict[str, Any] = field(default_factory=dict)
-    best: float | None = None
+    best: list[float] | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
+    evaluation_owed: bool = False
+    """A signal broke the evaluation of this step off; the resumed run makes up for it."""
     tracker_run_id: str | None = None
 
 
@@ -270,8 +281,16 @@ def train(run: Run) -> int:
     sums = dist.MetricSums(cluster, place.unlogged)
     evaluates = cfg.eval_freq > 0 and (run.val_loader is not None or cfg.eval.env is not None)
     start = place.step
-    if evaluates and start == 0 and run.val_loader is not None:
-        log.write_evaluation(place, {"val_l1_loss": validation_loss(run)})  # what training starts from
+    if start >= cfg.steps:
+        log.say(f"nothing to do: the run is at step {start:,} of {cfg.steps:,}; give a larger --steps")
+    if evaluates and start == 0 and run.val_loader is not None and run.val_set is not None:
+        log.say(f"validation of {len(run.val_set):,} frames before the first step ...")
+        loss = validation_loss(run)
+        if loss is not None:
+            log.write_evaluation(place, {"val_l1_loss": loss})  # what training starts from
+        log.restart_clock(since_start=True)
+    if evaluates and place.evaluation_owed and evaluate_now(run):
+        save(run, sums, improved=True)
     run.parts.module.train()
     log.restart_clock()
     for step in range(start, cfg.steps):
@@ -298,10 +317,11 @@ def train(run: Run) -> int:
         log.restart_clock()
         if stopping:
             break
-    code = finish_saving(run, start) or stop.exit_code
+    code = finish_saving(run, start)
+    log.farewell(place, stop.reason or ("no better evaluation" if out_of_patience(cfg, place) else None))
     if not stop.exit_code:
         stop.restore()
-    return code
+    return code or stop.exit_code
 
 
 def due(window: range, every: int, last: bool) -> bool:
@@ -335,22 +355,36 @@ def train_step(cfg, cluster, parts: Parts, batch: dict[str, Tensor], window: ran
 def evaluate_now(run: Run) -> bool:
     """Validation loss, rollouts and pictures, as far as the run has them; True if it is the best so far.
 
+    A signal breaks it off: it leaves nothing, and the run stops after this step and owes it.
     Collective: call on every rank; each takes its share, all get the result.
     """
     cfg, cluster, place = run.cfg, run.cluster, run.place
+    place.evaluation_owed = True
     results: dict[str, float] = {}
     if run.val_loader is not None:
-        results["val_l1_loss"] = validation_loss(run)
+        loss = validation_loss(run)
+        if loss is None:
+            return False
+        results["val_l1_loss"] = loss
     policy, shown = whole_policy(run), evaluate.spread_out(run.val_set or run.train_set)
     with dist.patience(cluster):
-        results |= evaluate.evaluate_in_training(policy, cfg.eval, cluster, run_dir(cfg), place.step, shown)
+        rollouts = evaluate.evaluate_in_training(
+            policy, cfg.eval, cluster, run_dir(cfg), place.step, shown, run.stop.is_asked
+        )
     run.parts.module.train()
-    run.log.write_evaluation(place, results)
+    if rollouts is None:
+        return False
+    results |= rollouts
+    # The higher success rate is better, and of equal ones that with the lower validation loss.
+    known = [
+        results[key] * sign for key, sign in (("success_rate", 1), ("val_l1_loss", -1)) if key in results
+    ]
+    score = [value if math.isfinite(value) else -math.inf for value in known]
+    improved = place.best is None or score > place.best
+    place.evaluation_owed = False
+    run.log.write_evaluation(place, results, improved)
     if cluster.is_main:
         evaluate.write_report(run_dir(cfg), run_dir(cfg).name)
-    # A higher success rate is better, and a lower validation loss.
-    score = results.get("success_rate", -results.get("val_l1_loss", math.inf))
-    improved = place.best is None or score > place.best
     place.evaluations_since_best = 0 if improved else place.evaluations_since_best + 1
     if improved:
         place.best, place.best_step = score, place.step
@@ -358,13 +392,18 @@ def evaluate_now(run: Run) -> bool:
 
 
 @torch.no_grad()
-def validation_loss(run: Run) -> float:
-    """L1 with the latent at zero: the mean over all validation frames, each counted once, in any layout."""
+def validation_loss(run: Run) -> float | None:
+    """L1 with the latent at zero: the mean over all validation frames, each counted once, in any layout.
+
+    Collective: call on every rank. None on all if a signal asks the run to stop.
+    """
     cfg, cluster, module = run.cfg, run.cluster, run.parts.module
     assert run.val_loader is not None
     module.eval()
     total = torch.zeros(2, dtype=torch.float64, device=cluster.device)
     for batch in data.to_device(run.val_loader, cluster.device):
+        if run.stop.poll():
+            return None
         weight = batch.pop("sample_weight").double()
         with dist.autocast(cluster, cfg.mixed_precision, cfg.fsdp):
             per_sample = module(batch)[1]["l1_per_sample"].double()
@@ -408,6 +447,7 @@ def save(run: Run, sums: dist.MetricSums, improved: bool) -> None:
         "best": place.best,
         "best_step": place.best_step,
         "evaluations_since_best": place.evaluations_since_best,
+        "evaluation_owed": place.evaluation_owed,
         "tracker_run_id": run.log.tracker.run_id,
     }
     adapter = None
@@ -462,7 +502,7 @@ def publish(run: Run) -> None:
 
 
 class StopOnSignal:
-    """SIGTERM or SIGUSR1 on any rank: all ranks leave the loop after the same step, with a checkpoint.
+    """SIGTERM, SIGUSR1 or Ctrl-C on any rank: all leave the loop after the same step, with a checkpoint.
 
     Build it before set-up's last collective, so that every rank listens when the first goes on to start its
     loader's workers, which may take seconds. torchrun and Slurm signal the whole group: the workers ignore it
@@ -472,8 +512,10 @@ class StopOnSignal:
     def __init__(self, cluster: dist.Cluster) -> None:
         self._seen = 0
         self._agreed = 0
+        self._seen_at = math.inf
+        self._is_main = cluster.is_main
         self._vote = dist.StopVote(cluster)
-        numbers = (signal.SIGTERM, signal.SIGUSR1)
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         self._before = {number: signal.signal(number, self._note) for number in numbers}
 
     def restore(self) -> None:
@@ -482,7 +524,17 @@ class StopOnSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
-        self._seen = self._seen or number
+        # A second Ctrl-C ends the process at once; torchrun passes the first one on a second time.
+        if number == signal.SIGINT and time.monotonic() > self._seen_at + 2:
+            raise KeyboardInterrupt
+        if not self._seen:
+            self._seen, self._seen_at = number, time.monotonic()
+            if self._is_main:  # print is not for signal handlers: it may be inside of another print
+                os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
+
+    def is_asked(self) -> bool:
+        """Whether this rank has been signalled. The others may not have been: see `poll`."""
+        return self._seen > 0
 
     def poll(self) -> bool:
         """Collective: call on every rank at the same steps."""
@@ -491,8 +543,12 @@ class StopOnSignal:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as a shell has it: 143, 138; 0 without a signal."""
+        """128 + the signal's number, as a shell has it: 143, 138, 130; 0 without a signal."""
         return 128 + self._agreed if self._agreed else 0
+
+    @property
+    def reason(self) -> str | None:
+        return signal.Signals(self._agreed).name if self._agreed else None
 
 
 # ------------------------------------------------------------------------------------------ construction
@@ -569,10 +625,13 @@ def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> 
         (cfg.eval_freq > 0 and not has_validation and cfg.eval.env is None,
          "--eval-freq has no effect without --dataset.val-split, --dataset.val-episodes or --eval.env"),
         (has_validation and not cfg.eval_freq, "held-out episodes have no effect without --eval-freq"),
+        (cfg.eval.env is not None and not cfg.eval_freq, "--eval.env has no effect without --eval-freq"),
+        (cfg.eval.env == "sim" and cfg.eval_freq > 0 and not uses_sim(cfg),
+         "--eval.env sim rolls out in the embedded task, which this data set need not show"),
         (cluster.world_size == 1 and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= set(os.environ),
          "--num_processes of accelerate launch has no effect beside --cpu or on one GPU, where it starts one "
          "process; use torchrun --nproc-per-node, or accelerate's --multi_gpu, which runs on a CPU as well"),
-        (changed(cfg.sim) and not uses_sim(cfg),
+        (cfg.sim != PRESETS[cfg.preset].sim and not uses_sim(cfg),
          "--sim.* has no effect with --dataset.root or --dataset.repo-id"),
         (changed(cfg.peft) and not cfg.peft.enabled,
          "--peft.* has no effect without --peft.method-type LORA"),
@@ -784,10 +843,11 @@ def load_place(cfg: Config, cluster: dist.Cluster, parts: Parts, source: Path | 
     parts.scheduler._last_lr = [group["lr"] for group in parts.optimizer.param_groups]
     batch = cfg.batch_size * cluster.world_size * cfg.gradient_accumulation_steps
     if cluster.is_main and state.get("effective_batch_size", batch) != batch:
-        was = state["effective_batch_size"]
+        was, micro_batches = state["effective_batch_size"], batch // cfg.batch_size
+        keeps = f" --batch-size {was // micro_batches} keeps it." if was % micro_batches == 0 else ""
         print(
             f"warning: the effective batch is {batch} samples now and was {was}; the order of the samples "
-            "goes on, the curve is another one.",
+            f"goes on, the curve is another one.{keeps}",
             file=sys.stderr,
         )
     known = {f.name for f in dataclasses.fields(Place)}
@@ -854,18 +914,22 @@ class RunLog:
         """Everything that was decided: data, layout, batch, rate, memory, and flags that do nothing."""
         cfg, cluster, train_set = self.cfg, self.cluster, self.train_set
         effective = cfg.batch_size * cluster.world_size * cfg.gradient_accumulation_steps
-        samples = cfg.steps * cfg.batch_size * cluster.world_size
+        steps = cfg.steps - place.step
+        samples = steps * cfg.batch_size * cluster.world_size
         trained = sum(p.numel() for p in parts.policy.parameters() if p.requires_grad)
-        lrs = " and ".join(
+        lrs = ", backbone ".join(
             f"{group['initial_lr']:g}" for group in parts.optimizer.param_groups if group["params"]
         )
+        if preset := preset_flags(cfg):
+            self.say(f"preset {cfg.preset}: {preset}")
         for line in train_set.notes:
             self.warn(line.removeprefix("warning: ")) if line.startswith("warning:") else self.say(line)
-        held_out = f", {val_set.num_episodes} episodes held out" if val_set is not None else ""
+        held_out = f", {val_set.num_episodes} held out" if val_set is not None else ""
         self.say(f"data: {train_set.num_episodes} episodes, {len(train_set):,} frames to train on{held_out}")
         total = sum(p.numel() for p in parts.policy.parameters())
         inputs = ", ".join(parts.policy.input_features)
-        self.say(f"policy: {total:,} parameters, {trained:,} trained; inputs {inputs}")
+        origin = f"; weights of {cfg.policy.path}" if cfg.policy.path and place.step == 0 else ""
+        self.say(f"policy: {total:,} parameters, {trained:,} trained; inputs {inputs}{origin}")
         self.say(
             f"layout: {cluster.mode}, {cluster.world_size} ranks = dp_replicate {cluster.dp_replicate} x "
             f"dp_shard {cluster.dp_shard}, {cluster.device.type}, precision {cfg.mixed_precision}, "
@@ -873,7 +937,8 @@ class RunLog:
         )
         self.say(
             f"batch: {cfg.batch_size} a rank x {cluster.world_size} ranks x "
-            f"{cfg.gradient_accumulation_steps} accumulated = {effective} effective; {cfg.steps:,} steps = "
+            f"{cfg.gradient_accumulation_steps} accumulated = {effective} effective; "
+            f"{steps:,} {'steps' if place.step == 0 else f'of {cfg.steps:,} steps to go'} = "
             f"{samples:,} samples = {samples / len(train_set):.2f} epochs; "
             f"lr {lrs} (schedule {cfg.scheduler.name}, not scaled)"
         )
@@ -895,9 +960,10 @@ class RunLog:
         self._waited, self._waited_before = self._waited + waited_s - self._waited_before, waited_s
         self._steps += 1
 
-    def restart_clock(self) -> None:
-        """What happened since the last step (saving, evaluating) does not count as step time."""
-        self._mark = time.perf_counter()
+    def restart_clock(self, since_start: bool = False) -> None:
+        """What happened since the last step or the start (saving, evaluating) does not count as step time."""
+        now = time.perf_counter()
+        self._born, self._mark = self._born + (now - self._mark if since_start else 0), now
 
     def write_steps(self, place: Place, sums: dist.MetricSums, lr: float) -> None:
         """The log line and row of the steps since the last one. Collective: call on every rank."""
@@ -926,18 +992,31 @@ class RunLog:
             f"mem {memory_gb(cluster):.1f} GB  eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"
         )
         if data_s > 0.2 * step_s and self._logged_before:
+            decodes = any(not isinstance(c, data.CachedFrames) for c in self.train_set.cameras.values())
             self.warn(
                 f"{data_s / step_s:.0%} of the time is spent waiting for data; raise --num-workers (now "
-                f"{workers(cfg, self.cluster)}) or decode once with --dataset.cache disk.",
+                f"{workers(cfg, self.cluster)}){' or decode once with --dataset.cache disk' * decodes}.",
                 once="data",
             )
 
         self._logged_before = True
 
-    def write_evaluation(self, place: Place, results: dict[str, float]) -> None:
+    def write_evaluation(self, place: Place, results: dict[str, float], improved: bool = False) -> None:
         epoch = place.samples_seen / len(self.train_set)
         self._row({"step": place.step, "samples": place.samples_seen, "epoch": epoch, **results})
-        self.say(f"step {place.step:,}  " + "  ".join(f"{key} {value:.4f}" for key, value in results.items()))
+        values = "  ".join(f"{key} {value:.4f}" for key, value in results.items())
+        self.say(f"step {place.step:,}  {values}{'  (the best so far)' * improved}")
+
+    def farewell(self, place: Place, reason: str | None) -> None:
+        """How the run ended, and how it goes on."""
+        seconds = int(time.perf_counter() - self._born)
+        took = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        where = f"; go on with: python train.py --resume {self.cfg.output_dir}"
+        if reason is not None:
+            where = where if self.cfg.save_checkpoint else ""
+            self.say(f"stopped ({reason}) at step {place.step:,} of {self.cfg.steps:,}, after {took}{where}")
+        else:
+            self.say(f"done: {place.step:,} steps, {took}, {self.cfg.output_dir}")
 
     def _row(self, row: dict[str, float]) -> None:
         if not math.isfinite(row.get("loss", 0.0)):
@@ -1064,17 +1143,21 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
     kinds = field_types(Config)
     given = lerobot_flags.split_flags(argv)
     flags = lerobot_flags.translate(given, kinds)
-    default = PRESETS.get(last_value(flags, "preset") or "aloha", Config())
+    default = fitted_preset(PRESETS.get(last_value(flags, "preset") or "aloha", Config()), flags)
     path, source = last_value(flags, "policy.path"), None
     if path not in (None, "None"):
         saved_policy, _ = ckpt.load_policy_files(path)
         default = replace(default, policy=with_saved_policy(default.policy, saved_policy, path))
     if "resume" in flags:
-        output_dir = last_value(flags, "output_dir")
-        source = ckpt.resolve_resume(last_value(flags, "resume") or "auto", output_dir)
+        output_dir, resume = last_value(flags, "output_dir"), last_value(flags, "resume") or "auto"
+        if resume == "auto" and output_dir is None:
+            raise ValueError("--resume auto looks under --output-dir: name the run directory with it.")
+        source = ckpt.resolve_resume(resume, output_dir)
         if source is not None:
-            default = resumed_config(source, output_dir, flags)
-        default = replace(default, resume=last_value(flags, "resume") or "auto")
+            saved, default = resumed_config(source, output_dir, flags)
+        elif int(os.environ.get("RANK", 0)) == 0:
+            print(f"resume auto: no checkpoint under {output_dir}; a fresh start")
+        default = replace(default, resume=resume)
         if (last_value(given, f"{default.tracker}.enable") or "").lower() == "false":
             flags.setdefault("tracker", ["none"])  # --wandb.enable=false, and the saved run had it on
     if (
@@ -1090,8 +1173,27 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         description=(__doc__ or "").split("\n\n")[0],
     )
     if source is not None:
-        print_changes(default, config)
+        print_changes(saved, config)
     return config, source
+
+
+def fitted_preset(preset: Config, flags: dict[str, list[str]]) -> Config:
+    """The preset without what other flags make senseless: its warm-up is a share of --steps, and it has
+    rollouts in the embedded task for the embedded task's data only."""
+    steps, scheduler = last_value(flags, "steps") or "", preset.scheduler
+    if steps.isdecimal() and scheduler.warmup_steps:
+        warmup = min(scheduler.warmup_steps, scheduler.warmup_steps * int(steps) // preset.steps)
+        preset = replace(preset, scheduler=replace(scheduler, warmup_steps=warmup))
+    if {"dataset.root", "dataset.repo_id"} & set(flags):
+        preset = replace(preset, eval=replace(preset.eval, env=None))
+    return preset
+
+
+def preset_flags(cfg: Config) -> str:
+    """The flags that a preset other than the first decided, with their values."""
+    plain, preset, now = (flat(to_dict(c)) for c in (Config(), PRESETS[cfg.preset], cfg))
+    decided = [name for name in now if name != "preset" and preset[name] == now[name] != plain[name]]
+    return " ".join(f"--{name.replace('_', '-')} {now[name]}" for name in decided)
 
 
 def last_value(flags: dict[str, list[str]], name: str) -> str | None:
@@ -1105,14 +1207,16 @@ def with_saved_policy(default: PolicyFlags, saved: dict[str, Any], path: str) ->
     return replace(default, path=path, **{key: value for key, value in saved.items() if key in names})
 
 
-def resumed_config(source: Path, output_dir: str | None, flags: dict[str, list[str]]) -> Config:
-    """The configuration saved in a checkpoint, as defaults for the flags.
+def resumed_config(
+    source: Path, output_dir: str | None, flags: dict[str, list[str]]
+) -> tuple[Config, Config]:
+    """The configuration saved in a checkpoint: as it is, and as defaults for the flags.
 
     The layout is not part of what a run is: saved degrees that do not fit today's processes and flags give
     way to DDP (or one process), and a format of shards, which that cannot write, to safetensors.
     """
     values = ckpt.load_run_config(source)
-    config = from_dict(Config, values, PRESETS.get(values.get("preset", "aloha"), Config()))
+    saved = config = from_dict(Config, values, PRESETS.get(values.get("preset", "aloha"), Config()))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     given = {name: last_value(flags, f"parallelism.{name}") for name in ("dp_replicate", "dp_shard")}
     sharded = True  # where nothing fits, dist.start says so with all numbers
@@ -1126,7 +1230,7 @@ def resumed_config(source: Path, output_dir: str | None, flags: dict[str, list[s
             continue
     if not sharded and "checkpoint_format" not in flags:
         config = replace(config, checkpoint_format="safetensors")
-    return replace(config, output_dir=output_dir or str(ckpt.run_dir_of(source)))
+    return saved, replace(config, output_dir=output_dir or str(ckpt.run_dir_of(source)))
 
 
 def field_types(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -1172,10 +1276,18 @@ def act_config(flags: PolicyFlags) -> model_act.ACTConfig:
 def print_changes(saved: Config, now: Config) -> None:
     """Each flag that differs from the resumed run's, on rank 0."""
     before, after = flat(to_dict(saved)), flat(to_dict(now))
-    if int(os.environ.get("RANK", 0)) == 0:
-        for name in after:
-            if before.get(name) != after[name]:
-                print(f"resume: --{name.replace('_', '-')} {before.get(name)} -> {after[name]}")
+    differ = [name for name in after if before.get(name) != after[name] and name != "resume"]
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    for name in differ:
+        print(f"resume: --{name.replace('_', '-')} {before.get(name)} -> {after[name]}")
+    other = [name for name in differ if re.match(r"seed$|sim\.|dataset\.(?!cache|root|tolerance)", name)]
+    if other:
+        print(
+            f"warning: with another --{', --'.join(other).replace('_', '-')} other samples follow than the "
+            "run would have had; to begin a new run with its weights use --policy.path.",
+            file=sys.stderr,
+        )
 
 
 def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
