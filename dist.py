@@ -178,7 +178,15 @@ def start(
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             timeout = datetime.timedelta(seconds=startup_timeout_s)
-            dist.init_process_group(backend, timeout=timeout, **_store_of_this_life(timeout))
+            address = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={_env_int('MASTER_PORT', 0)}"
+            try:
+                dist.init_process_group(backend, timeout=timeout, **_store_of_this_life(timeout))
+            except dist.DistError as error:
+                why = str(error).splitlines()[0]
+                raise ValueError(
+                    f"the {world_size} ranks could not meet at {address} ({why}); choose a free port "
+                    "(torchrun --master-port), and an address that every node can reach."
+                ) from error
         if dp_shard > 1 and dp_replicate > 1:
             mesh = init_device_mesh(
                 device, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")

@@ -18,6 +18,7 @@ sim.py is the embedded task.
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -180,6 +181,9 @@ DEMO = Config(
 )  # fmt: skip
 PRESETS = {"aloha": Config(), "demo": DEMO}
 
+LOCK = ".lock"
+"""File in a run directory that its run holds a lock on."""
+
 USER_ERRORS = (ValueError, OSError, ImportError)
 """What set-up raises for the user to read: one sentence on stderr, exit code 1, no traceback."""
 
@@ -195,6 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         existed = cfg.output_dir is not None and Path(cfg.output_dir).exists()
         cfg = with_run_dir(cfg, cluster, source)
         made = None if existed else run_dir(cfg)
+        with dist.raise_together(cluster):
+            lock = lock_run_dir(run_dir(cfg)) if cluster.is_main else None
         dist.set_numerics(cfg.tf32)
         train_set, val_set, policy = build(cfg, cluster, source)
         parts = prepare(cfg, cluster, policy)
@@ -210,6 +216,7 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
         if made is not None:
             with contextlib.suppress(OSError):
+                (made / LOCK).unlink(missing_ok=True)
                 made.rmdir()  # nothing was written yet
         return 1
     except KeyboardInterrupt:
@@ -217,10 +224,12 @@ def main(argv: list[str] | None = None) -> int:
     log.banner(parts, val_set, place)
     run = Run(cfg, cluster, parts, place, train_set, val_set, *loaders, writer, log, stop)
     code = train(run)
+    dist.finish(cluster)  # before what rank 0 does alone, for which the others would wait
     if cfg.push_to_hub is not None and code == 0 and cluster.is_main:
         publish(run)
     log.finish()
-    dist.finish(cluster)
+    if lock is not None:
+        lock.close()
     return code
 
 
@@ -310,6 +319,9 @@ def train(run: Run) -> int:
                 place, sums, run.parts.optimizer.param_groups[0]["initial_lr"] * lr_factor(cfg, step)
             )
         if evaluates and due(window, cfg.eval_freq, last):
+            if due(window, cfg.save_freq, last):
+                place.evaluation_owed = True
+                save(run, sums, improved)  # should the run not outlive the evaluation
             improved = evaluate_now(run)
         stopping = stop.poll() or out_of_patience(cfg, place)
         if due(window, cfg.save_freq, last or stopping) or improved:
@@ -656,7 +668,7 @@ def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Con
             goes_on = cfg.resume == "auto" or (
                 source is not None and ckpt.run_dir_of(source) == place.resolve()
             )
-            if place.is_dir() and any(place.iterdir()) and not goes_on:
+            if place.is_dir() and any(p.name != LOCK for p in place.iterdir()) and not goes_on:
                 raise ValueError(
                     f"--output-dir={name} holds files already; name another directory, or go on from it "
                     f"with --resume {name}."
@@ -666,10 +678,42 @@ def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Con
                 probe = place / ".write-test"
                 probe.touch()
                 probe.unlink()
+                metrics = place / "metrics.jsonl"
+                if metrics.exists() and not metrics.is_file():
+                    raise ValueError(f"{metrics} is no file; move it away, or name another --output-dir.")
             except OSError as error:
                 why = f"--output-dir={name} cannot be written ({error.strerror}); name another directory."
                 raise ValueError(why) from error
     return replace(cfg, output_dir=name)
+
+
+def lock_run_dir(place: Path) -> typing.TextIO | None:
+    """The run directory's lock, held while the file is open; None where the file system has no locks.
+
+    A run that is just ending, as one that a scheduler starts again, is waited for.
+    Raises:
+        ValueError: another run writes there.
+    """
+    try:
+        lock = (place / LOCK).open("a+")
+        for patience in range(10, -1, -1):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not patience:
+                    lock.seek(0)
+                    raise ValueError(
+                        f"--output-dir={place} is being written by another run ({lock.read().strip()}); wait "
+                        "for its end, or name another directory."
+                    ) from None
+                time.sleep(0.5)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        lock.flush()
+        return lock
+    except OSError:
+        return None
 
 
 def run_dir(cfg: Config) -> Path:
@@ -723,6 +767,9 @@ def build_policy(cfg: Config, dataset: data.EpisodeDataset, source: Path | None)
     input_features, output_features = dataset.features
     if source is not None:
         saved, dataset.stats = ckpt.load_policy_files(source)
+        own = [note for note in dataset.notes if re.search(r"statistics|--dataset\.min-std", note)]
+        dataset.notes = [note for note in dataset.notes if note not in own]
+        dataset.notes.append(f"statistics: those of {source}")
         refuse_other_features(saved, input_features, output_features, source)
     policy = model_act.ACTPolicy(act_config(cfg.policy), input_features, output_features, dataset.stats)
     base = cfg.policy.path if source is None or cfg.peft.enabled else source
@@ -732,6 +779,7 @@ def build_policy(cfg: Config, dataset: data.EpisodeDataset, source: Path | None)
         if base != source:
             saved, _ = ckpt.load_policy_files(base)
             refuse_other_features(saved, input_features, output_features, base)
+            note_other_sizes(saved, dataset, base)
         ckpt.load_weights(base, policy, resume=base == source)
     return policy
 
@@ -754,6 +802,17 @@ def refuse_other_features(saved: dict, inputs: dict, outputs: dict, where: Any) 
             f"The policy in {where} was made for other features than this data set has: {'; '.join(differ)}; "
             "choose them with --dataset.state-key, --dataset.action-key and --dataset.image-keys."
         )
+
+
+def note_other_sizes(saved: dict, dataset: data.EpisodeDataset, where: Any) -> None:
+    """A camera of another size works, since ACT is convolutional there, but it is not what was trained."""
+    for key, feature in dataset.features[0].items():
+        was, now = saved["input_features"].get(key, {}).get("shape"), feature["shape"]
+        if feature["type"] == "VISUAL" and was and list(was[-2:]) != list(now[-2:]):
+            dataset.notes.append(
+                f"warning: the policy in {where} saw {key} at {was[-2]}x{was[-1]}, here it is "
+                f"{now[-2]}x{now[-1]}; --dataset.image-size {was[-2]} {was[-1]} makes it the same."
+            )
 
 
 def prepare(cfg: Config, cluster: dist.Cluster, policy: model_act.ACTPolicy) -> Parts:
@@ -1029,6 +1088,10 @@ class RunLog:
         self.last_values |= {key: row[key] for key in row if key.endswith(("loss", "success_rate"))}
         if self._file is not None:
             try:
+                if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody removed the run directory
+                    run_dir(self.cfg).mkdir(parents=True, exist_ok=True)
+                    self._file = open_metrics(run_dir(self.cfg) / "metrics.jsonl", int(row["step"]))
+                    self.warn("metrics.jsonl was removed; a new one begins here.")
                 finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
                 self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
                 self._file.flush()
@@ -1064,7 +1127,12 @@ def speak(line: str, stream: typing.TextIO) -> None:
 
 
 def open_metrics(path: Path, step: int) -> typing.TextIO:
-    """The metrics file, without the rows after `step`, which a resumed run will write again."""
+    """The metrics file, without the rows after `step`, which a resumed run will write again.
+
+    A run that begins where rows of another lie keeps these as metrics.jsonl.before.
+    """
+    if path.exists() and step == 0 and path.stat().st_size:
+        os.replace(path, path.with_suffix(".jsonl.before"))
     if path.exists():
         lines, kept, broken = path.read_bytes().splitlines(keepends=True), [], 0
         for line in lines:
@@ -1281,11 +1349,20 @@ def print_changes(saved: Config, now: Config) -> None:
         return
     for name in differ:
         print(f"resume: --{name.replace('_', '-')} {before.get(name)} -> {after[name]}")
-    other = [name for name in differ if re.match(r"seed$|sim\.|dataset\.(?!cache|root|tolerance)", name)]
+    kept = [name for name in differ if name in ("dataset.use_imagenet_stats", "dataset.min_std")]
+    if kept:
+        print(
+            f"warning: --{', --'.join(kept).replace('_', '-')} has no effect on a resumed run, which keeps "
+            "its statistics.",
+            file=sys.stderr,
+        )
+    decides_samples = re.compile(r"seed$|sim\.|dataset\.(?!cache|tolerance)")
+    other = [name for name in differ if name not in kept and decides_samples.match(name)]
     if other:
+        copy = " (unless it is a copy of the same data set)" * (other == ["dataset.root"])
         print(
             f"warning: with another --{', --'.join(other).replace('_', '-')} other samples follow than the "
-            "run would have had; to begin a new run with its weights use --policy.path.",
+            f"run would have had{copy}; to begin a new run with its weights use --policy.path.",
             file=sys.stderr,
         )
 
