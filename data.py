@@ -25,6 +25,7 @@ The rules, each in one place: which episodes (`split_episodes`), which statistic
 """
 
 import atexit
+import bisect
 import copy
 import fcntl
 import hashlib
@@ -41,7 +42,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -62,6 +63,7 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 CACHE_FORMAT = "1"  # part of every cache key: raise it when the bytes of a cached frame change
 AUTO_CACHE_GB = 200  # what --dataset.cache auto may take, beside its rule of half the free disk
 MAX_DECODERS = 8  # open videos of one camera in one process
+JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # pixel data has 00 or a restart after each ff
 
 
 class DatasetError(ValueError):
@@ -191,7 +193,8 @@ def split_episodes(cfg: DatasetConfig, num_episodes: int) -> tuple[list[int], li
     if cfg.episodes and set(train) & set(val):
         both = min(set(train) & set(val))
         raise DatasetError(f"--dataset.episodes and --dataset.val-episodes both name {both}; use it once.")
-    train = [e for e in train if e not in set(val)]
+    held = set(val)
+    train = [e for e in train if e not in held]
     if cfg.val_split:
         held_out = max(1, round(cfg.val_split * len(train)))
         train, val = train[:-held_out], train[-held_out:]
@@ -594,7 +597,12 @@ class DeviceBatches:
         before = time.perf_counter()
         try:
             batch = next(self._iterator, None)
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if not isinstance(error, RuntimeError) or "exited unexpectedly" in str(error):
+                raise RuntimeError(
+                    "a worker of the loader was killed, by the system for want of memory perhaps; use fewer "
+                    "--num-workers, and go on with --resume."
+                ) from error
             shortage = (
                 r"Bus error|No space left|shared memory|unable to (write|open|mmap)|Too many open files"
             )
@@ -1389,7 +1397,10 @@ def _read_rows(meta: _Metadata, ids: list[int], cfg: DatasetConfig, findings: _F
     """Read and check the table rows of some episodes; images are left where they are."""
     names = _vector_keys(meta, cfg) | {key: key for key in INDEX_COLUMNS if key in meta.features}
     parts: dict[int, dict[str, np.ndarray]] = {}
-    files = list(dict.fromkeys(meta.episodes[e].file for e in ids))
+    episodes_of: dict[Path, list[int]] = {}
+    for e in ids:
+        episodes_of.setdefault(meta.episodes[e].file, []).append(e)
+    files = list(episodes_of)
     for number, path in enumerate(files):
         with findings.reading(path):
             parquet = _parquet(path)
@@ -1401,7 +1412,7 @@ def _read_rows(meta: _Metadata, ids: list[int], cfg: DatasetConfig, findings: _F
                 name: _to_numpy(table.column(key), meta.features[key]["shape"], f"{path}: column {key}")
                 for key, name in names.items()
             }
-            for e in (e for e in ids if meta.episodes[e].file == path):
+            for e in episodes_of[path]:
                 with findings.reading(path, f"episode {e}"):
                     part = _episode_rows(meta, e, columns, cfg.tolerance_s, findings)
                     parts[e] = part | {"_file": np.full(meta.episodes[e].length, number, np.int32)}
@@ -1559,32 +1570,39 @@ def _open_videos(
     files: list[Path] = []
     scans: list[_Scan] = []
     file_of_row, pts_of_row = np.full(rows.spans[-1][1], -1, np.int32), np.zeros(rows.spans[-1][1], np.int64)
-    used: dict[Path, list[tuple[int, int, int]]] = {}
+    number_of: dict[Path, int] = {}
+    used: list[list[tuple[int, int, int]]] = []  # by file: first and last frame and episode, ascending
+    promised: Counter[Path] = Counter()
+    for episode in meta.episodes:
+        promised[episode.videos[key][0]] += episode.length
     for e, span in zip(rows.ids, rows.spans):
         path, begin, to = meta.episodes[e].videos[key]
         with findings.reading(path):
-            if path not in used:
+            if path not in number_of:
                 scans.append(_scan_video(path, default_cache_dir(cfg.cache_dir)))
+                number_of[path] = len(files)
                 files.append(path)
-                used[path] = []
+                used.append([])
                 if tuple(scans[-1].size) != shape:
                     findings.problem(_other_size(path, scans[-1].size, shape))
-                count = sum(ep.length for ep in meta.episodes if ep.videos[key][0] == path)
-                if count != len(scans[-1].pts):
-                    findings.doubt(f"{path} has {len(scans[-1].pts)} frames, but its episodes have {count}.")
-            scan = scans[files.index(path)]
+                has, count = len(scans[-1].pts), promised[path]
+                if has != count:
+                    findings.doubt(f"{path} has {has} frames, but its episodes have {count}.")
+            number = number_of[path]
+            scan = scans[number]
             what = f"episode {e} of camera {key}"
             wanted = begin + rows.columns["timestamp"][slice(*span)].astype(np.float64)
             found = _match_frames(scan, wanted, meta.fps, cfg.tolerance_s, what, path)
-            for other, start, stop in used[path]:
+            place = bisect.bisect(used[number], (int(found[0]), int(found[-1]), e))
+            for start, stop, other in used[number][max(0, place - 1) : place + 1]:
                 if found[0] <= stop and start <= found[-1]:
                     both = max(int(found[0]), start)
                     raise DatasetError(
                         f"{path}: episodes {other} and {e} of camera {key} both use its frame {both}; the "
                         "metadata points to the wrong file or time."
                     )
-            used[path].append((e, int(found[0]), int(found[-1])))
-            file_of_row[slice(*span)], pts_of_row[slice(*span)] = files.index(path), scan.pts[found]
+            used[number].insert(place, (int(found[0]), int(found[-1]), e))
+            file_of_row[slice(*span)], pts_of_row[slice(*span)] = number, scan.pts[found]
             if abs(to - begin - meta.episodes[e].length / meta.fps) > 1.5 / meta.fps:
                 findings.doubt(
                     f"{path}: {what} lasts from {begin:.3f} to {to:.3f} s in the metadata, not its length."
@@ -1644,12 +1662,13 @@ def _match_frames(
     nearest = np.where(wanted - times[before] < times[after] - wanted, before, after)
     error = times[nearest] - wanted
     shift = float(np.median(error))
-    off = np.nan_to_num(np.abs(error - (shift if abs(shift) < 0.1 / fps else 0)), nan=np.inf)
+    raw = np.nan_to_num(np.abs(error), nan=np.inf)
+    off = np.minimum(raw, np.nan_to_num(np.abs(error - shift), nan=np.inf)) if abs(shift) < 0.1 / fps else raw
     if (off > tolerance_s).any():
-        k = int(np.argmax(off > tolerance_s))
+        k = int(np.argmax(np.where(off > tolerance_s, raw, -1)))
         raise DatasetError(
-            f"{path}: {what} wants a frame at {wanted[k]:.4f} s for its frame {k}, and the nearest of "
-            f"{len(times)} is at {times[nearest[k]]:.4f} s; --dataset.tolerance-s allows {tolerance_s:g} s."
+            f"{path}: {what} wants a frame at {wanted[k]:.6f} s for its frame {k}, and the nearest of "
+            f"{len(times)} is at {times[nearest[k]]:.6f} s; --dataset.tolerance-s allows {tolerance_s:g} s."
         )
     return nearest
 
@@ -1664,11 +1683,13 @@ def _open_images(
         np.full_like(rows.file_of_row, -1),
         *np.zeros((2, len(rows.file_of_row)), np.int64),
     )
-    for number, path in enumerate(rows.files):
-        blobs.append(
-            folder / f"{_hash(f'{CACHE_FORMAT} encoded {_file_hash(path, folder)} {key}'.encode())}.images"
-        )
+    order = np.argsort(rows.file_of_row, kind="stable")
+    rows_of_file = np.split(order, np.cumsum(np.bincount(rows.file_of_row, minlength=len(rows.files)))[:-1])
+    for number, (path, here) in enumerate(zip(rows.files, rows_of_file)):
+        blobs.append(folder / "unknown.images")
         with findings.reading(path, f"column {key}"):
+            origin = f"{CACHE_FORMAT} encoded {_file_hash(path, folder)} {key}"
+            blobs[-1] = folder / f"{_hash((origin + _image_files(path, key, meta.root)).encode())}.images"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 _build_once(blobs[-1], partial(_write_images, path=path, key=key, root=meta.root))
@@ -1680,7 +1701,6 @@ def _open_images(
             table = (
                 content[-8 * (int(content[-8:].numpy().view(np.int64)[0]) + 2) : -8].numpy().view(np.int64)
             )
-            here = np.flatnonzero(rows.file_of_row == number)
             places = rows.row_in_file[here]
             start[here], size[here], file_of_row[here] = (
                 table[places],
@@ -1692,6 +1712,25 @@ def _open_images(
     return EncodedFrames(shape, blobs, rows.files, file_of_row, start, size)
 
 
+def _image_files(path: Path, key: str, root: Path) -> str:
+    """Path, size and time of the image files that a parquet file names; "" if it holds all images itself."""
+    parquet, names, held = _parquet(path), [], True
+    for group in (parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)):
+        for column in (group.column(i) for i in range(group.num_columns)):
+            names.append(column.path_in_schema)
+            if names[-1] == f"{key}.bytes":  # without its statistics it may miss some
+                held &= bool(column.statistics and column.statistics.null_count == 0)
+    if held or f"{key}.path" not in names:
+        return ""
+    about = []
+    for value in parquet.read([f"{key}.path"]).column(0).to_pylist():
+        if value and value.get("path"):
+            file = _inside(root, "{path}", path=value["path"])
+            stat = file.stat() if file.exists() else None
+            about.append((value["path"], *((stat.st_size, stat.st_mtime_ns) if stat else ())))
+    return f" {about}"
+
+
 def _write_images(file: BinaryIO, path: Path, key: str, root: Path) -> None:
     """The images' bytes, padding to 8, then int64: where they begin and end (rows + 1), number of rows."""
     offsets = [0]
@@ -1700,7 +1739,9 @@ def _write_images(file: BinaryIO, path: Path, key: str, root: Path) -> None:
             for value in batch.column(0).to_pylist():
                 content = value.get("bytes") if isinstance(value, dict) else value
                 if content is None and isinstance(value, dict) and value.get("path"):
-                    content = _inside(root, "{path}", path=value["path"]).read_bytes()
+                    image = _inside(root, "{path}", path=value["path"])
+                    with _told(image):
+                        content = image.read_bytes()
                 if content and not _is_whole_image(content):
                     raise DatasetError(
                         f"{path}: the image of {key} in row {len(offsets) - 1} is damaged; replace it, or "
@@ -1713,13 +1754,19 @@ def _write_images(file: BinaryIO, path: Path, key: str, root: Path) -> None:
 
 
 def _is_whole_image(content: bytes) -> bool:
-    """Checksums of a PNG, the end of a JPEG; of other kinds nothing is known.
+    """Checksums of a PNG, the end marker of a JPEG; of other kinds nothing is known.
 
     Before the decoder sees it: a PNG with a wrong checksum crashes or hangs torchvision's (0.29), and a JPEG
     that is cut becomes a picture with a gray part.
     """
     if content[:3] == b"\xff\xd8\xff":
-        return content.rstrip(b"\0").endswith(b"\xff\xd9")
+        place = 2
+        while marker := JPEG_MARKER.search(content, place):
+            if marker[0] == b"\xff\xd9":
+                return True  # the end; cameras write things of their own behind it
+            size = int.from_bytes(content[marker.end() : marker.end() + 2])
+            place = marker.end() + size  # past a thumbnail, which has an end marker too
+        return False
     if content[:8] != b"\x89PNG\r\n\x1a\n":
         return True
     place, kind = 8, b""
@@ -1794,11 +1841,11 @@ def _statistics_on_disk(
 ) -> dict[str, dict[str, np.ndarray]]:
     """What the data set says: meta/stats.json for all episodes, else for cameras the chosen episodes' own."""
     names = _vector_keys(meta, cfg) | {key: key for key in (*cameras, *INDEX_COLUMNS)}
-    whole = len(ids) == len(meta.episodes)
+    whole, chosen = len(ids) == len(meta.episodes), set(ids)
     stats = {name: meta.stats[key] for key, name in names.items() if whole and key in meta.stats}
     for key in cameras:
         if not {"mean", "std"} <= set(stats.get(key, ())):
-            parts = [part for e, part in enumerate(meta.episode_stats(key)) if e in set(ids)]
+            parts = [part for e, part in enumerate(meta.episode_stats(key)) if e in chosen]
             stats[key] = _aggregate(parts) if all({"mean", "std", "count"} <= set(p) for p in parts) else {}
         if any(stats[key][name].size not in (1, 3) for name in stats[key]):
             stats[key] = {}  # of another form: computed anew
