@@ -6,10 +6,13 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from test_train import ENV, rows, run
 import ckpt
 import data
 import dist
+import evaluate
 import model_act
 import train
 
@@ -223,3 +227,202 @@ def slow_evaluation(rank: int, world_size: int) -> tuple[float, list[float]]:
 
 def test_an_evaluation_longer_than_the_time_out_is_waited_for_and_only_that():
     assert run_ranks(2, slow_evaluation, init_group=False) == [(2.0, [3, 86400, 3])] * 2
+
+
+# ---- signals, and who is first
+
+
+VAL = ["--dataset.val-split", "0.3", "--eval-freq", "2", "--steps", "4", "--save-freq", "0"]
+
+
+def signalled_in_validation(rank: int, world_size: int, argv: list[str], number: int) -> int:
+    """The last rank gets the signal in the middle of the validation of step 2, the second of three."""
+    real, seen = train.validation_loss, []
+
+    def counted(run):
+        seen.append(run.place.step)
+        return real(run)
+
+    batch = data.ValBatches.__getitem__
+
+    def signalling(self, step):
+        if seen[-1] == 2 and rank == world_size - 1 and step == 1:
+            os.kill(os.getpid(), number)
+        return batch(self, step)
+
+    train.validation_loss, data.ValBatches.__getitem__ = counted, signalling  # type: ignore[method-assign]
+    return train.main(argv)
+
+
+@pytest.mark.parametrize("ranks, number", [(1, signal.SIGTERM), (2, signal.SIGUSR1), (1, signal.SIGINT)])
+def test_a_signal_breaks_a_validation_off_and_the_resumed_run_makes_up_for_it(ranks, number, tmp_path):
+    flags = [*ENV, *VAL, "--batch-size", str(4 // ranks), "--log-freq", "4"]
+    assert train.main([*ENV, *VAL, "--log-freq", "4", "--output-dir", str(tmp_path / "whole")]) == 0
+    argv = [*flags, "--output-dir", str(tmp_path / "run")]
+    codes = run_ranks(ranks, signalled_in_validation, argv, number, init_group=False, deadline_s=120)
+    assert codes == [128 + number] * ranks
+    # With several ranks a step may pass until all of them know.
+    stopped = int(os.readlink(tmp_path / "run/checkpoints/last"))
+    assert stopped == 2 and [row["step"] for row in rows(tmp_path / "run")] == [0]
+    assert train.main(["--resume", str(tmp_path / "run"), "--batch-size", "4"]) == 0
+    found, expected = rows(tmp_path / "run"), rows(tmp_path / "whole")
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == [0, 2, 4, 4]
+    for one, other in zip(found, expected):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_rollouts_end_where_they_are_when_the_run_is_asked_to_stop():
+    asked = iter([False] * 7 + [True] * 9)
+    policy = SimpleNamespace(
+        config=SimpleNamespace(chunk_size=5, n_action_steps=5, temporal_ensemble_coeff=None),
+        input_features={evaluate.STATE: {"type": "STATE", "shape": [14]}},
+        output_features={"action": {"type": "ACTION", "shape": [14]}},
+        predict_action_chunk=lambda batch: torch.zeros(len(batch[evaluate.STATE]), 5, 14),
+        training=False, eval=lambda: None, train=lambda mode: None,
+    )  # fmt: skip
+    episodes = evaluate.rollout(policy, "sim", range(2), interrupted=lambda: next(asked))  # type: ignore[arg-type]
+    assert [episode.steps for episode in episodes] == [7, 7]
+
+
+def test_a_second_run_in_a_run_directory_is_refused(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run").mkdir()
+    lock = train.lock_run_dir(tmp_path / "run")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert run(tmp_path / "run", "--steps", "1", "--resume", "auto") == 1
+    said = capsys.readouterr().err
+    assert f"is being written by another run (process {os.getpid()} on " in said
+    lock.close()
+    assert run(tmp_path / "run", "--steps", "1") == 0  # a lock file alone does not make a directory full
+
+
+def test_what_rank_0_does_alone_at_the_end_comes_after_the_last_collective(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(dist, "finish", lambda cluster: order.append("group"))
+    monkeypatch.setattr(ckpt, "upload_policy", lambda *args: order.append("upload"))
+    assert run(tmp_path / "run", "--steps", "1", "--push-to-hub", "user/name") == 0
+    assert order == ["group", "upload"]
+
+
+def test_equal_success_is_decided_by_the_validation_loss(tmp_path, monkeypatch):
+    losses = iter([9.0, 5.0, 4.0, 4.5])
+    monkeypatch.setattr(train, "validation_loss", lambda run: next(losses))
+    monkeypatch.setattr(evaluate, "evaluate_in_training", lambda *args: {"success_rate": 0.0})
+    assert run(tmp_path / "run", *VAL, "--steps", "6") == 0
+    assert os.readlink(tmp_path / "run/checkpoints/best") == "000004"
+
+
+# ---- what the console and the defaults say
+
+
+def test_a_preset_fits_the_flags_beside_it(tmp_path, capsys):
+    assert train.parse_command_line(["--preset", "demo"])[0] == train.DEMO
+    short = train.parse_command_line(["--preset", "demo", "--steps", "20"])[0]
+    assert short.scheduler.warmup_steps == 1 and short.eval.env == "sim"
+    long = train.parse_command_line(["--preset", "demo", "--steps", "9000"])[0]
+    assert long.scheduler.warmup_steps == train.DEMO.scheduler.warmup_steps
+    own = train.parse_command_line(["--preset", "demo", "--dataset.root", "DIR"])[0]
+    assert own.eval.env is None
+    given = [
+        "--preset",
+        "demo",
+        "--dataset.root",
+        "DIR",
+        "--eval.env",
+        "sim",
+        "--scheduler.warmup-steps",
+        "7",
+    ]
+    kept = train.parse_command_line([*given, "--steps", "20"])[0]
+    assert kept.eval.env == "sim" and kept.scheduler.warmup_steps == 7
+    assert (
+        run(tmp_path / "run", "--preset", "demo", "--steps", "1", "--batch-size", "2", "--eval-freq", "0")
+        == 0
+    )
+    said = capsys.readouterr()
+    assert "preset demo: --seed" not in said.out and "--sim" not in said.err
+    assert re.search(r"^preset demo: .*--scheduler.name cosine", said.out, re.MULTILINE)
+    assert "--batch-size" not in re.search(r"^preset demo: .*", said.out, re.MULTILINE).group()  # type: ignore[union-attr]
+
+
+def test_the_console_says_how_a_run_ended(tmp_path, capsys):
+    assert run(tmp_path / "run", "--steps", "2") == 0
+    assert re.search(rf"^done: 2 steps, 0:00:\d\d, {tmp_path}/run$", capsys.readouterr().out, re.MULTILINE)
+    assert train.main(["--resume", str(tmp_path / "run")]) == 0
+    assert "nothing to do: the run is at step 2 of 2" in capsys.readouterr().out
+    changed = [
+        "--steps",
+        "3",
+        "--seed",
+        "5",
+        "--dataset.min-std",
+        "5",
+        "--output-dir",
+        str(tmp_path / "other"),
+    ]
+    assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0
+    said = capsys.readouterr()
+    assert "warning: with another --seed other samples follow" in said.err
+    assert "warning: --dataset.min-std has no effect on a resumed run" in said.err
+    assert "is raised to" not in said.err and "statistics: those of " in said.out
+
+
+def test_resume_auto_says_what_it_found_and_wants_a_directory(tmp_path, capsys):
+    assert train.main([*ENV, "--resume", "auto"]) == 1
+    assert "--output-dir" in capsys.readouterr().err
+    assert run(tmp_path / "run", "--steps", "1", "--resume", "auto") == 0
+    assert "resume auto: no checkpoint under" in capsys.readouterr().out
+
+
+def test_a_refused_run_leaves_no_directory(tmp_path):
+    assert run(tmp_path / "run", "--dataset.episodes", "77") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_an_earlier_run_are_kept_aside(tmp_path):
+    assert run(tmp_path / "run", "--steps", "2") == 0
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    assert run(tmp_path / "run", "--steps", "1", "--resume", "auto") == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
+    assert len((tmp_path / "run/metrics.jsonl.before").read_text().splitlines()) == 2
+
+
+def test_a_run_directory_that_is_removed_in_the_middle_gets_new_metrics(tmp_path, monkeypatch, capsys):
+    real = train.train_step
+
+    def removing(cfg, cluster, parts, batch, window, step, sums):
+        if step == 1:
+            shutil.rmtree(tmp_path / "run")
+        real(cfg, cluster, parts, batch, window, step, sums)
+
+    monkeypatch.setattr(train, "train_step", removing)
+    assert run(tmp_path / "run", "--steps", "3", "--no-save-checkpoint") == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [2, 3]
+    assert "metrics.jsonl was removed" in capsys.readouterr().err
+
+
+def test_ranks_that_cannot_meet_say_so(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        env = dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))  # fmt: skip
+        command = [sys.executable, str(ROOT / "train.py"), *ENV, "--output-dir", str(tmp_path / "run")]
+        busy = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        env["MASTER_PORT"] = "abc"
+        odd = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    for done, word in ((busy, "MASTER_PORT="), (odd, "MASTER_PORT")):
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        assert word in done.stderr.strip().splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError(104, "reset"), RuntimeError("DataLoader worker (pid 7) exited unexpectedly")],
+)
+def test_a_killed_worker_is_explained(error):
+    def killed():
+        raise error
+        yield
+
+    with pytest.raises(RuntimeError, match=r"want of memory.*--num-workers.*--resume"):
+        next(data.to_device(killed(), "cpu"))  # type: ignore[arg-type]
