@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0, or 1 after a sentence on stderr."""
     import tyro
 
-    cfg = tyro.cli(Command, args=argv, description=__doc__)
+    cfg = tyro.cli(Command, args=argv, description=(__doc__ or "").split("\n\nAll episodes")[0])
     try:
         check(cfg)
         run(cfg)
@@ -129,6 +129,8 @@ def run(cfg: Command) -> None:
     """Roll a checkpoint out, print how it did, and leave files, pictures and videos."""
     best = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(best if cfg.device == "auto" else cfg.device)
+    found = ckpt.policy_dir(cfg.checkpoint)
+    print(f"checkpoint: {found}")
     config, stats = ckpt.load_policy_files(cfg.checkpoint)
     policy = model_act.ACTPolicy.from_config_dict(config, stats)
     ckpt.load_weights(cfg.checkpoint, policy)
@@ -140,19 +142,22 @@ def run(cfg: Command) -> None:
     episodes = evaluate_share(policy, cfg, device, filmed=1 if cfg.video is None else cfg.filmed)
     results = summarize(episodes)
     print(f"{sentence(cfg, results)}, {time.monotonic() - began:.0f} s")
-    origin = {"checkpoint": str(cfg.checkpoint)}
+    origin: dict[str, Any] = {"checkpoint": str(found)}
+    if found.parent.name.isdecimal():
+        origin["step"] = int(found.parent.name)
+    if cfg.video is not None:
+        for episode in episodes[: cfg.filmed]:
+            name = f"{cfg.env}_{episode.seed:04d}_{'success' if episode.success else 'failure'}"
+            film = write_video(cfg.video / name, episode.frames, film_fps(cfg.env))
+            episode.details["video"] = str(film.resolve())
+        print(f"videos: {cfg.video}")
     samples = expert_samples(policy, cfg.env)
     spread, warning = write_evaluation(output, cfg, episodes, results, policy, samples, origin)
     if spread is not None:
         print(spread.table())
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
-    if cfg.video is not None:
-        for episode in episodes[: cfg.filmed]:
-            name = f"{cfg.env}_{episode.seed:04d}_{'success' if episode.success else 'failure'}"
-            write_video(cfg.video / name, episode.frames, film_fps(cfg.env))
-        print(f"videos: {cfg.video}")
-    print(f"results: {output / 'episodes.json'}, {write_report(output, str(cfg.checkpoint))}")
+    print(f"results: {output / 'episodes.json'}, {write_report(output, str(found))}")
 
 
 # --------------------------------------------------------------------------------------------------- rollouts
@@ -357,7 +362,9 @@ def _camera_of(policy: model_act.ACTPolicy, env_name: str) -> tuple[str | None, 
     cameras = {k: f["shape"] for k, f in policy.input_features.items() if f["type"] == "VISUAL"}
     problems = []
     if len(cameras) > 1 or any(shape[0] != 3 for shape in cameras.values()):
-        problems.append(f"it takes the cameras {', '.join(cameras)}, and there is one, in colour")
+        problems.append(
+            f"it takes the cameras {', '.join(cameras)}, and there is one, in colour (ask its own robot)"
+        )
     for key, feature in (policy.input_features | policy.output_features).items():
         if key in (STATE, ACTION) and list(feature["shape"]) != [14]:
             problems.append(f"its {key} has the shape {feature['shape']}, and there it is [14]")
@@ -734,16 +741,27 @@ def write_report(run_dir: Path, title: str) -> Path:
             parts.append(
                 f'<img alt="frames of a rollout, in order of time" src="data:image/png;base64,{data}">'
             )
+        films = [row for row in last["rows"] if row.get("video")]
+        if films:
+            links = [
+                f'<a href="{html.escape(os.path.relpath(row["video"], run_dir))}">seed {row["seed"]}, '
+                f"{'success' if row['success'] else 'failure'}</a>"
+                for row in films
+            ]
+            parts.append(f"<p>Videos: {'; '.join(links)}.</p>")
         if chunk.is_file():
             parts += [
                 "<h2>A predicted chunk</h2>",
-                "<p>One panel a joint, control steps along, in the data's units.</p>",
+                "<p>For one frame of a demonstration, beside what the demonstrator did (true). One panel a "
+                "joint, control steps along, in the data's units.</p>",
             ]
             parts.append(_inline(chunk.read_text()))
         if spread.is_file():
             parts.append("<h2>How much predictions vary over observations</h2>")
             parts.append(
-                "<p>Standard deviations. A policy that does the same whatever it sees has a ratio near 0.</p>"
+                "<p>Standard deviations of the predicted and of the true actions over demonstrations, and "
+                "their ratio: a policy that does the same whatever it sees has one near 0. By image alone: "
+                "what is left of the first when the images change and the state does not.</p>"
             )
             parts.append(f"<pre>{html.escape(spread.read_text())}</pre>")
     path = run_dir / "report.html"

@@ -353,8 +353,12 @@ def test_the_command_rolls_a_checkpoint_out_as_the_policy_that_was_saved(checkpo
     assert "success 0 of 3 = 0% (95 % interval 0% to 56%)" in printed and "joint" in printed
     content = json.loads((output / "episodes.json").read_text())
     expected = [episode.row() for episode in roll(policy, [4, 5, 6])]
+    filmed = [row.pop("video", None) for row in content["rows"]]
     assert content["rows"] == expected and content["config"]["seed"] == 4
-    assert len(list(films.iterdir())) == 2
+    assert filmed[2] is None and {str(film) for film in films.iterdir()} == set(filmed[:2])
+    assert content["step"] == 7 and content["checkpoint"] == str(run_dir / "checkpoints/000007/pretrained_model")
+    page = (output / "report.html").read_text()
+    assert page.count('href="../films/sim_000') == 2 and f"checkpoint: {content['checkpoint']}" in printed
     assert {"episodes.json", "rollout.png", "chunk.svg", "report.html"} <= {p.name for p in output.iterdir()}
 
 
