@@ -5,10 +5,13 @@
     argv = join_flags(flags, kinds)     # ["--mixed_precision", "bf16", ...], for tyro
 
 Names that are ours already pass through, and so does what says only what is always so here (ACCEPTED); a flag
-of lerobot-train that has no meaning here is refused with the reason (REFUSED), never ignored.
+of lerobot-train that has no meaning here is refused with the reason (REFUSED), never ignored. A name that is
+nearly one of ours passes as well: tyro refuses it, and says which was meant.
 """
 
+import difflib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 RENAMED = {
@@ -26,10 +29,14 @@ RENAMED = {
     "trackio.project": "tracker_project",
     "accelerator.mixed_precision": "mixed_precision",
     "accelerator.gradient_accumulation.steps": "gradient_accumulation_steps",
+    "accelerator.gradient_accumulation_steps": "gradient_accumulation_steps",
     "accelerator.compile.enabled": "compile",
     "accelerator.compile.mode": "compile_mode",
 }
-"""lerobot-train's name -> ours. Also every --accelerator.ddp.X, --accelerator.fsdp.X (see `rename`)."""
+"""lerobot-train's name -> ours. Also every --accelerator.X.Y of the groups in OUR_GROUPS (see `rename`)."""
+
+OUR_GROUPS = ("accelerator.ddp.", "accelerator.fsdp.", "accelerator.parallelism.")
+INTERVALS = ("eval_steps", "env_eval_freq", "eval_freq")
 
 ACCEPTED = {
     "policy.type": ("act",),
@@ -58,6 +65,12 @@ ACCEPTED = {
 }
 """lerobot-train flags that say what is always so here: these values pass, others are refused."""
 
+OTHER_VALUES = {
+    "policy.type": "this trains ACT only",
+    "policy.use_amp": "use --mixed-precision bf16",
+}
+"""Why, or what instead, where there is a better way out of a value than to leave its flag out."""
+
 REFUSED = {
     "env.": "rollouts are chosen with --eval.env {sim,aloha-transfer-cube,aloha-insertion}",
     "eval.": "rollouts are set with --eval.env, --eval.episodes and --eval.seed",
@@ -67,6 +80,7 @@ REFUSED = {
     "sample_weighting": "every frame has the same weight here",
     "rename_map": "use --dataset.action-key, --dataset.state-key and --dataset.image-keys",
     "dataset.image_transforms.": "there is no image augmentation here",
+    "dataset.exclude_features": "name the cameras to read with --dataset.image-keys",
     "dataset.exclude_episodes": "list the episodes to train on with --dataset.episodes",
     "dataset.revision": "give the folder of that revision with --dataset.root",
     "dataset.depth_output_unit": "depth cameras are not read here",
@@ -110,82 +124,130 @@ def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, l
     """lerobot-train's flags in our names; ours stay as they are.
 
     Raises:
-        ValueError: a flag of lerobot-train that has no meaning here.
+        ValueError: flags of lerobot-train that have no meaning here, all of them, a sentence each.
     """
     out: dict[str, list[str]] = {}
+    refused: list[str] = []
     taken = {name: " ".join(values).lower() or "true" for name, values in flags.items()}
     for name, values in flags.items():
-        value = taken[name]
-        new = rename(name)
-        if positive(new) in kinds or name in ("", "help", "resume") or new == "resume":
-            if name == "resume" and ("config_path" in flags or value == "false"):
-                continue
-            if name == "resume" and value == "true":
-                values = ["auto"]
-            if new in out and new == "eval_freq" and out[new] != values:
-                raise ValueError(
-                    f"--{name}={value} contradicts {out[new][0]} before it; here --eval-freq is one "
-                    "interval for validation loss and rollouts, so give one value."
-                )
-            out[new] = as_tyro(values, kinds.get(new))
-        elif name in ("policy.push_to_hub", "policy.repo_id"):
-            if taken.get("policy.push_to_hub") == "true" and "policy.repo_id" not in flags:
-                raise ValueError(
-                    "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub."
-                )
-            if name == "policy.repo_id" and taken.get("policy.push_to_hub", "false") == "true":
-                out["push_to_hub"] = values
-        elif name in ("wandb.enable", "trackio.enable"):
-            if value == "true":
-                out["tracker"] = [name.split(".")[0]]
-        elif name == "scheduler.type":
-            if value not in SCHEDULER_TYPES:
-                raise ValueError(
-                    f"--scheduler.type={value} is not offered; use one of {', '.join(SCHEDULER_TYPES)}."
-                )
-            out["scheduler.name"] = [SCHEDULER_TYPES[value]]
-        elif name in ("scheduler.peak_lr", "scheduler.decay_lr"):
-            if not {"scheduler.peak_lr", "scheduler.decay_lr"} <= set(flags):
-                raise ValueError(
-                    "--scheduler.peak_lr and --scheduler.decay_lr go together; give both or neither."
-                )
-            try:
-                ratio = float(taken["scheduler.decay_lr"]) / float(taken["scheduler.peak_lr"])
-            except (ValueError, ZeroDivisionError):
-                raise ValueError(
-                    f"--{name}={value} cannot work: --scheduler.peak_lr and --scheduler.decay_lr are "
-                    "learning rates, the first of them positive."
-                ) from None
-            out["scheduler.final_lr_ratio"] = [repr(ratio)]
-        elif name in ("env.type", "env.task"):
-            task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]
-            if taken.get("env.type") != "aloha" or task not in ENVIRONMENTS:
-                raise ValueError(
-                    f"--{name}={value}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
-                    "(--env.type=aloha), or choose with --eval.env."
-                )
-            out["eval.env"] = [ENVIRONMENTS[task]]
-        elif name in ACCEPTED:
-            if value not in ACCEPTED[name]:
-                raise ValueError(f"--{name}={value} has no counterpart here, where it is always "
-                                 f"{' or '.join(ACCEPTED[name])}; leave the flag out.")  # fmt: skip
-        else:
-            reason = next((why for prefix, why in REFUSED.items() if name.startswith(prefix)), None)
-            if reason and name not in kinds:
-                raise ValueError(f"--{name} is a flag of lerobot-train that has no meaning here: {reason}.")
-            out[name] = values
+        try:
+            out |= translate_one(name, values, flags, taken, kinds)
+        except ValueError as error:
+            refused.append(str(error))
+    try:
+        out |= interval(flags)
+    except ValueError as error:
+        refused.append(str(error))
+    if refused:
+        raise ValueError(" ".join(dict.fromkeys(refused)))  # of a pair of flags both say the same
     return out
+
+
+def translate_one(
+    name: str, values: list[str], flags: dict[str, list[str]], taken: dict[str, str], kinds: dict[str, Any]
+) -> dict[str, list[str]]:
+    """What one flag says in our words; {} for what is always so here, or belongs to another flag.
+
+    Args:
+        taken: each flag's value, in small letters.
+    """
+    value, new = taken[name], rename(name)
+    if positive(new) in kinds or name in ("", "help", "resume") or new == "resume":
+        if name == "resume" and ("config_path" in flags or value == "false"):
+            return {}
+        if name == "resume" and value == "true":
+            values = ["auto"]
+        return {new: as_tyro(values, kinds.get(new))}
+    if name in ("policy.push_to_hub", "policy.repo_id"):
+        if taken.get("policy.push_to_hub") == "true" and "policy.repo_id" not in flags:
+            raise ValueError(
+                "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub."
+            )
+        pushes = name == "policy.repo_id" and taken.get("policy.push_to_hub", "false") == "true"
+        return {"push_to_hub": values} if pushes else {}
+    if name in ("wandb.enable", "trackio.enable"):
+        return {"tracker": [name.split(".")[0]]} if value == "true" else {}
+    if name == "scheduler.type":
+        if value not in SCHEDULER_TYPES:
+            raise ValueError(
+                f"--scheduler.type={value} is not offered; use one of {', '.join(SCHEDULER_TYPES)}."
+            )
+        return {"scheduler.name": [SCHEDULER_TYPES[value]]}
+    if name in ("scheduler.peak_lr", "scheduler.decay_lr"):
+        if not {"scheduler.peak_lr", "scheduler.decay_lr"} <= set(flags):
+            raise ValueError(
+                "--scheduler.peak_lr and --scheduler.decay_lr go together; give both or neither."
+            )
+        peak, decay = taken["scheduler.peak_lr"], taken["scheduler.decay_lr"]
+        try:
+            return {"scheduler.final_lr_ratio": [repr(float(decay) / float(peak))]}
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(
+                f"--scheduler.peak_lr={peak} with --scheduler.decay_lr={decay} cannot work: they are "
+                "learning rates, the first of them positive."
+            ) from None
+    if name in ("env.type", "env.task"):
+        task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]
+        if taken.get("env.type") != "aloha" or task not in ENVIRONMENTS:
+            given = " ".join(f"--{n}={flags[n][-1]}" for n in ("env.type", "env.task") if flags.get(n))
+            raise ValueError(
+                f"{given}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
+                "(--env.type=aloha), or choose with --eval.env."
+            )
+        return {} if taken.get("env_eval_freq") == "0" else {"eval.env": [ENVIRONMENTS[task]]}
+    always = new if new in ACCEPTED else name
+    if always in ACCEPTED:
+        if value not in ACCEPTED[always]:
+            reason = OTHER_VALUES.get(
+                always,
+                f"there is no counterpart here, where it is always {' or '.join(ACCEPTED[always])}; "
+                "leave the flag out",
+            )
+            raise ValueError(f"--{name}={value}: {reason}.")
+        return {}
+    reasons = [why for prefix, why in REFUSED.items() if name.startswith(prefix) or new.startswith(prefix)]
+    if reasons and (name in REFUSED or not nearest(new, kinds)):
+        if name not in REFUSED and (known := nearest(name, [*RENAMED, *ACCEPTED])):
+            # tyro does not know these names, so it could not suggest one
+            raise ValueError(f"--{name} is unknown; the nearest flag of lerobot-train is --{known}.")
+        raise ValueError(f"--{name} is a flag of lerobot-train that has no meaning here: {reasons[0]}.")
+    return {new: values}
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name in the same group that `name` mistypes, if there is one.
+
+    Without the group: a long one makes any two of its names alike.
+    """
+    group, _, leaf = name.rpartition(".")
+    leaves = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == group}
+    found = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+    return leaves[found[0]] if found else None
+
+
+def interval(flags: dict[str, list[str]]) -> dict[str, list[str]]:
+    """--eval-freq, one interval for both, of lerobot-train's two; a 0 only switches its own kind off.
+
+    Raises:
+        ValueError: two different intervals.
+    """
+    given = {name: flags[name][-1] for name in INTERVALS if flags.get(name)}
+    on = {name: value for name, value in given.items() if value != "0"}
+    if len(set(on.values())) > 1:
+        both = " and ".join(f"--{name}={value}" for name, value in on.items())
+        raise ValueError(
+            f"{both} contradict each other: here --eval-freq is one interval for validation loss and "
+            "rollouts; give one value."
+        )
+    found = [*on.values(), *given.values()]
+    return {"eval_freq": found[:1]} if found else {}
 
 
 def rename(name: str) -> str:
     """Our name of a flag of lerobot-train; any other name comes back as it is."""
     if name in RENAMED:
         return RENAMED[name]
-    name = (
-        name.removeprefix("accelerator.")
-        if name.startswith(("accelerator.ddp.", "accelerator.fsdp."))
-        else name
-    )
+    name = name.removeprefix("accelerator.") if name.startswith(OUR_GROUPS) else name
     return name.replace("fsdp.mixed_precision_policy.", "fsdp.")
 
 
@@ -214,14 +276,14 @@ def as_tyro(values: list[str], kind: Any) -> list[str]:
 
 
 def join_flags(flags: dict[str, list[str]], kinds: dict[str, Any]) -> list[str]:
-    """The inverse of `split_flags`, with switches as tyro has them: --compile and --no-compile."""
+    """The inverse of `split_flags`, as tyro has it: --compile and --no-compile, and dashes in names."""
     argv = list(flags.get("", []))
     for name, values in flags.items():
         if not name or (name == "resume"):
             continue
+        group, dot, leaf = name.replace("_", "-").rpartition(".")
         if kinds.get(name) is bool and values in (["true"], ["false"], []):
-            group, _, leaf = name.rpartition(".")
-            argv.append(f"--{group + '.' if group else ''}{'no-' if values == ['false'] else ''}{leaf}")
+            argv.append(f"--{group}{dot}{'no-' if values == ['false'] else ''}{leaf}")
         else:
-            argv += [f"--{name}", *values]
+            argv += [f"--{group}{dot}{leaf}", *values]
     return argv

@@ -4,6 +4,7 @@ and all of them together train."""
 import json
 from pathlib import Path
 
+import pytest
 from conftest import DATA
 from ranks import run_ranks
 from test_train import rows
@@ -113,6 +114,131 @@ def test_a_flag_of_lerobot_train_means_the_same_in_every_spelling_alone_and_amon
     config = train.parse_command_line([f"--{name}={value}" for name, value in LEROBOT.items()])[0]
     found = train.flat(train.to_dict(config))
     assert {key: found[key] for key in OURS} == OURS
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(ValueError) as error:
+        in_our_words(list(flags))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, want",
+    [
+        (["--env_eval_freq=0", "--eval_steps=2"], ["2"]),
+        (["--eval_steps=2", "--env_eval_freq=0"], ["2"]),
+        (["--eval_steps=0", "--env_eval_freq=2"], ["2"]),
+        (["--eval-freq=2", "--env_eval_freq", "2"], ["2"]),
+        (["--eval_steps=0", "--env_eval_freq=0"], ["0"]),
+    ],
+)
+def test_an_interval_of_0_only_switches_its_own_kind_off(flags, want):
+    assert in_our_words(flags)["eval_freq"] == want
+
+
+def test_two_different_intervals_are_refused_and_both_named():
+    for flags in (["--env_eval_freq=4", "--eval_steps=2"], ["--eval_steps=2", "--env_eval_freq=4"]):
+        assert refusal(*flags).startswith("--eval_steps=2 and --env_eval_freq=4 contradict each other: here")
+
+
+def test_an_environment_that_is_never_run_is_not_set():
+    env = ["--env.type=aloha", "--env.task=AlohaTransferCube-v0"]
+    assert in_our_words(env)["eval.env"] == ["aloha-transfer-cube"]
+    assert "eval.env" not in in_our_words([*env, "--env_eval_freq=0", "--eval_steps=2"])
+
+
+@pytest.mark.parametrize(
+    "typo, meant",
+    [("dataset.rot", "--dataset.root"), ("eval.episode", "--eval.episodes"), ("ddp.static_grap", "--ddp.static-graph"),
+     ("accelerator.fsdp.cpu_ofload", "--fsdp.cpu-offload"), ("policy.dim_modle", "--policy.dim-model")],
+)  # fmt: skip
+def test_a_mistyped_flag_is_tyros_to_refuse_with_its_suggestion(typo, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.parse_command_line([f"--{typo}=x"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert typo.removeprefix("accelerator.").replace("_", "-") in said.err and meant in said.err
+
+
+def test_a_mistyped_flag_of_lerobot_train_is_told_the_nearest():
+    said = refusal("--accelerator.mixed_precison=bf16")
+    assert said == (
+        "--accelerator.mixed_precison is unknown; the nearest flag of lerobot-train is --accelerator.mixed_precision."
+    )
+
+
+REAL_BUT_NOT_HERE = """
+dataset.image_transforms.max_num_transforms dataset.exclude_episodes dataset.exclude_features dataset.revision
+dataset.depth_output_unit eval.use_async_envs env.fps env.episode_length ema.decay job.timeout
+wandb.entity wandb.notes wandb.run_id wandb.mode wandb.add_tags trackio.space_id peft.init_type
+accelerator.compile.dynamic accelerator.compile.fullgraph accelerator.gradient_accumulation.sync_each_batch
+accelerator.activation_checkpointing.layers accelerator.fsdp.state_dict_type accelerator.fsdp.activation_checkpointing
+accelerator.ddp.comm_hook accelerator.rng_types policy.pretrained_path prefetch_factor rename_map
+sample_weighting.type reward_model.type
+""".split()
+
+
+@pytest.mark.parametrize("name", REAL_BUT_NOT_HERE)
+def test_a_real_flag_of_lerobot_train_is_not_taken_for_a_mistyped_one(name):
+    assert refusal(f"--{name}=x").startswith(
+        f"--{name} is a flag of lerobot-train that has no meaning here: "
+    )
+
+
+@pytest.mark.parametrize(
+    "flag, way_out",
+    [
+        ("--policy.use_amp=true", "--policy.use_amp=true: use --mixed-precision bf16."),
+        ("--policy.type=diffusion", "--policy.type=diffusion: this trains ACT only."),
+        ("--dataset.exclude_features=[a]", "name the cameras to read with --dataset.image-keys."),
+    ],
+)
+def test_a_refused_flag_is_told_what_does_it_here(flag, way_out):
+    said = refusal(flag)
+    assert said.endswith(way_out) and "leave the flag out" not in said
+
+
+def test_accelerates_own_names_are_understood():
+    got = in_our_words(
+        ["--accelerator.gradient_accumulation_steps=2", "--accelerator.parallelism.dp-shard", "4"]
+    )
+    assert got == {"": [], "gradient_accumulation_steps": ["2"], "parallelism.dp_shard": ["4"]}
+    assert "ring_degree=2: there is no" in refusal("--accelerator.parallelism.context_parallel.ring_degree=2")
+
+
+def test_all_refused_flags_of_a_command_line_are_said_at_once():
+    flags = [
+        "--policy.type=vqbet",
+        "--rename_map={}",
+        "--scheduler.peak_lr=1",
+        "--eval_steps=1",
+        "--eval_freq=2",
+    ]
+    flags += ["--env.type=pusht", "--env.task=x", "--steps=3"]
+    parts = [refusal(*flags[i:j]) for i, j in ((0, 1), (1, 2), (2, 3), (5, 7), (3, 5))]
+    assert refusal(*flags) == " ".join(parts)
+
+
+def test_tyro_gets_the_names_with_dashes_and_takes_them_as_before():
+    flags = [
+        "--dataset.use_imagenet_stats=false",
+        "--compile_mode=default",
+        "--ddp.static_graph",
+        "--policy.pre_norm",
+    ]
+    flags += ["--policy.no_use_vae", "--dataset.image_keys", "a_b", "c_d"]
+    argv = lerobot_flags.join_flags(in_our_words(flags), train.field_types(train.Config))
+    assert argv == [
+        "--dataset.no-use-imagenet-stats", "--compile-mode", "default", "--ddp.static-graph", "--policy.pre-norm",
+        "--policy.no-use-vae", "--dataset.image-keys", "a_b", "c_d",
+    ]  # fmt: skip
+    config = train.parse_command_line(flags)[0]
+    assert (
+        not config.dataset.use_imagenet_stats and config.compile_mode == "default" and config.ddp.static_graph
+    )
+    assert (
+        config.policy.pre_norm and not config.policy.use_vae and config.dataset.image_keys == ("a_b", "c_d")
+    )
 
 
 def lerobot_job(run_dir: Path, equals: bool) -> list[str]:
