@@ -61,8 +61,11 @@ ACTION, STATE, ENV_STATE = "action", "observation.state", "observation.environme
 INDEX_COLUMNS = ("index", "episode_index", "frame_index", "timestamp", "task_index")
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 CACHE_FORMAT = "1"  # part of every cache key: raise it when the bytes of a cached frame change
+RAM_DIR = Path("/dev/shm")  # where --dataset.cache ram keeps its files
 AUTO_CACHE_GB = 200  # what --dataset.cache auto may take, beside its rule of half the free disk
+MUCH_PADDING = 0.5  # share of the target steps, above which it is a warning
 MAX_DECODERS = 8  # open videos of one camera in one process
+MAX_MAPS = 4096  # mapped files of one camera in one process; Linux allows 65530 in all (vm.max_map_count)
 JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # pixel data has 00 or a restart after each ff
 
 
@@ -131,7 +134,7 @@ def open_dataset(cfg: DatasetConfig, chunk_size: int) -> tuple["EpisodeDataset",
         episode_ids=rows.ids,
         order=[names.get(key, key) for key in meta.features],
     )
-    base.notes = [f"data set {meta.root}: {len(meta.episodes)} episodes at {meta.fps:g} fps"]
+    base.notes = [f"data set {meta.root}: {_count(len(meta.episodes), 'episode')} at {meta.fps:g} fps"]
     base.notes += findings.warnings[:8]
     if len(findings.warnings) > 8:
         more = f"{len(findings.warnings) - 8} more of the kind"
@@ -232,7 +235,7 @@ def _finish(
     train.stats = base.stats
     train.notes.append(f"statistics from {len(train_ids)} of {num_episodes} episodes ({origin})")
     short, padded = train.padding()
-    if padded > 0.5:
+    if padded > MUCH_PADDING:
         train.notes.append(
             f"warning: {padded:.0%} of the target steps are padding: {short} of {len(train_ids)} episodes "
             f"are shorter than --policy.chunk-size={base.chunk_size}; a smaller one wastes less."
@@ -748,12 +751,12 @@ class EncodedFrames:
         from torchvision.io import ImageReadMode, decode_image
 
         number, start = int(self.file_of_row[row]), int(self.start_of_row[row])
-        if number not in self._maps:
-            self._maps[number] = _map_file(self.blobs[number])
+        blob = self._maps.get(number)
+        if blob is None:
+            _make_room(self._maps)
+            blob = self._maps[number] = _map_file(self.blobs[number])
         with _told(self.origin[number], f"image {row}"):
-            image = decode_image(
-                self._maps[number][start : start + int(self.size_of_row[row])], ImageReadMode.RGB
-            )
+            image = decode_image(blob[start : start + int(self.size_of_row[row])], ImageReadMode.RGB)
         if image.dtype != torch.uint8 or tuple(image.shape[1:]) != tuple(self.shape):
             raise DatasetError(
                 f"{self.origin[number]}: an image is {tuple(image.shape[1:])} {image.dtype}, but "
@@ -824,6 +827,7 @@ class CachedFrames:
         episodes = np.searchsorted(self.starts, rows, "right") - 1
         for frame, episode, place in zip(out, episodes.tolist(), (rows - self.starts[episodes]).tolist()):
             if episode not in self._maps:
+                _make_room(self._maps)
                 size = (self.lengths[episode], 3, *self.shape)
                 self._maps[episode] = _map_file(self.files[episode], math.prod(size)).view(size)
             frame.copy_(self._maps[episode][place])
@@ -834,13 +838,32 @@ class CachedFrames:
         return out[0].permute(1, 2, 0).numpy()
 
 
+def _make_room(maps: dict[int, Tensor]) -> None:
+    """For one more map: the newest goes, in one call, since threads share them."""
+    if len(maps) >= MAX_MAPS:
+        maps.popitem()
+
+
 def _map_file(path: Path, size: int | None = None) -> Tensor:
-    """A file's bytes, mapped privately: nothing is read before it is used, and no file handle stays open."""
+    """A cache file's bytes, mapped privately: nothing is read before its use, no file handle stays open."""
     with _told(path):
-        found = path.stat().st_size
-        if size not in (None, found):
-            raise DatasetError(f"{path} has {found} bytes, not {size}; delete it, and it is built again.")
-        return torch.from_file(str(path), shared=False, size=found, dtype=torch.uint8)
+        try:
+            found = path.stat().st_size
+            if size not in (None, found):
+                raise DatasetError(f"{path} has {found} bytes, not {size}; delete it, and it is built again.")
+            return torch.from_file(str(path), shared=False, size=found, dtype=torch.uint8)
+        except FileNotFoundError as error:
+            raise DatasetError(
+                f"{path} is gone: the frame cache was removed while this run used it; start again (--resume "
+                "goes on from the last checkpoint), and it is built again."
+            ) from error
+        except RuntimeError as error:  # torch's, with the system's reason in its text
+            if not re.search(r"allocate memory|Too many open files", str(error)):
+                raise
+            raise DatasetError(
+                f"{path} cannot be mapped into memory ({_first_line(error)}): this process has too many maps "
+                "or files; raise vm.max_map_count or ulimit -n, or use --dataset.cache off."
+            ) from error
 
 
 # ---- frame cache -------------------------------------------------------------------------------------------
@@ -856,12 +879,15 @@ def cached(
     """
     if not cameras or mode == "off":
         return cameras
-    folder = _ram_folder() if mode == "ram" else default_cache_dir(cache_dir)
+    names = {
+        key: [f"{_hash(f'{CACHE_FORMAT} {_span_key(source, *span)}'.encode())}.frames" for span in spans]
+        for key, source in cameras.items()
+    }
+    folder = _ram_folder(set().union(*names.values())) if mode == "ram" else default_cache_dir(cache_dir)
     result: dict[str, Any] = {}
     jobs: list[tuple[Path, Any, int, int]] = []
     for key, source in cameras.items():
-        names = [_hash(f"{CACHE_FORMAT} {_span_key(source, *span)}".encode()) for span in spans]
-        files = [folder / f"{name}.frames" for name in names]
+        files = [folder / name for name in names[key]]
         result[key] = CachedFrames(source.shape, len(source), spans, files)
         jobs += [(f, source, *span) for f, span in zip(files, spans) if not _whole(f, source, *span)]
     need = sum((stop - start) * 3 * math.prod(source.shape) for _, source, start, stop in jobs)
@@ -888,8 +914,11 @@ def cached(
             ) from error
         notes.append(f"warning: frames are decoded on demand: {folder} cannot be written ({error.strerror}).")
         return cameras
-    total = len(spans) * len(cameras)
-    notes.append(f"frame cache: {folder}, {total - len(jobs)} of {total} files were there")
+    size = sum((stop - start) * 3 * math.prod(c.shape) for c in cameras.values() for start, stop in spans)
+    notes.append(
+        f"frame cache: {folder}, {_count(len(spans) * len(cameras), 'file')} (one for each episode and "
+        f"camera), {_size(size)}, {len(jobs) or 'none'} of them written now"
+    )
     return result
 
 
@@ -900,27 +929,57 @@ def default_cache_dir(cache_dir: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "act-frames"
 
 
-def _ram_folder() -> Path:
-    """/dev/shm/act-frames-USER, removed at exit by the last process that uses it (a lock tells)."""
-    folder = Path("/dev/shm") / f"act-frames-{os.getuid()}"
+def _ram_folder(keep: set[str]) -> Path:
+    """/dev/shm/act-frames-USER, removed at exit by the last process that uses it (a lock tells).
+
+    What a killed run has left is removed here, but for the files to keep.
+    """
+    folder = RAM_DIR / f"act-frames-{os.getuid()}"
+    path, owner = folder / "users", os.getpid()
+
+    def empty(keep: set[str]) -> None:
+        for file in folder.iterdir():
+            if file != path and file.name not in keep:
+                file.unlink()
+
     try:
-        folder.mkdir(exist_ok=True)
-        users = open(folder / "users", "w")  # noqa: SIM115 (held until exit)
-        fcntl.flock(users, fcntl.LOCK_SH)
+        while True:
+            folder.mkdir(exist_ok=True)
+            try:
+                users = open(path, "w")  # noqa: SIM115 (held until exit)
+            except FileNotFoundError:
+                continue  # the folder was removed between the two lines
+            with suppress(BlockingIOError):
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(users, path):  # nobody else is here
+                    empty(keep)
+            fcntl.flock(users, fcntl.LOCK_SH)
+            if _is_at(users, path):
+                break
+            users.close()  # the last user removed the folder while we waited: its lock guards nothing
     except OSError as error:
         raise DatasetError(
             f"--dataset.cache ram cannot write to {folder} ({error.strerror}); use disk."
         ) from error
-    owner = os.getpid()
 
     def leave() -> None:
         with suppress(OSError):
             if os.getpid() == owner:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                if _is_at(users, path):
+                    empty(set())
+                    path.unlink()  # last, since who comes now waits for its lock
+                    folder.rmdir()
 
     atexit.register(leave)
     return folder
+
+
+def _is_at(file: Any, path: Path) -> bool:
+    """Is this open file the one at the path? Who held its lock before us may have removed or renamed it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 def _whole(path: Path, source: Any, start: int, stop: int) -> bool:
@@ -974,7 +1033,7 @@ def _build_once(path: Path, write: Callable[[BinaryIO], None], wait: bool = True
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 return False
-            mine = unfinished.exists() and os.fstat(file.fileno()).st_ino == unfinished.stat().st_ino
+            mine = _is_at(file, unfinished)
             if path.exists() and mine:
                 unfinished.unlink()
             if path.exists() or not mine:
@@ -1133,6 +1192,10 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -1185,6 +1248,15 @@ class _Metadata:
     def info(self) -> Path:
         return self.root / "meta" / "info.json"
 
+    def shape(self, key: str) -> list[int]:
+        """Of a feature, checked when it is used: one that is not may have any."""
+        found: Any = self.features[key].get("shape")
+        with suppress(TypeError, ValueError):
+            shape = [int(n) for n in found]
+            if all(0 < n < 1e8 for n in shape):
+                return shape
+        raise DatasetError(f"{self.info}: feature {key} has shape {found}; sizes of 1 or more are needed.")
+
     def cameras(self) -> list[str]:
         return [key for key, feature in self.features.items() if feature["dtype"] in ("video", "image")]
 
@@ -1206,9 +1278,8 @@ def _read_metadata(root: Path, findings: _Findings) -> _Metadata:
         if not 0 < fps < 1e6:
             raise DatasetError(f"{path}: fps is {info['fps']}; it must be a positive number.")
         for key, feature in features.items():
-            shape = feature["shape"] = [int(n) for n in feature["shape"]]
-            if not isinstance(feature["dtype"], str) or any(not 0 < n < 1e8 for n in shape):
-                raise DatasetError(f"{path}: feature {key} has dtype {feature['dtype']} and shape {shape}.")
+            if not isinstance(feature["dtype"], str):
+                raise DatasetError(f"{path}: feature {key} has dtype {feature['dtype']}; it must be a name.")
         for key in INDEX_COLUMNS[:4]:
             if key not in features:
                 raise DatasetError(f"{path}: feature {key} is missing, which every LeRobot data set has.")
@@ -1386,16 +1457,30 @@ def _vector_keys(meta: _Metadata, cfg: DatasetConfig) -> dict[str, str]:
     wanted = {ENV_STATE: ENV_STATE, cfg.state_key: STATE, cfg.action_key: ACTION}
     names = {key: name for key, name in wanted.items() if key in have}
     for key in names:
-        if len(meta.features[key]["shape"]) > 1:
-            raise DatasetError(
-                f"{meta.info}: {key} has shape {meta.features[key]['shape']}; a vector is needed."
-            )
+        if len(meta.shape(key)) > 1:
+            raise DatasetError(f"{meta.info}: {key} has shape {meta.shape(key)}; a vector is needed.")
     return names
+
+
+def _other_states(meta: _Metadata, cfg: DatasetConfig) -> list[str]:
+    """Vectors of numbers observed beside the environment's state, of which one may be the robot's."""
+    used = (*meta.cameras(), ENV_STATE, cfg.action_key)
+    return [
+        key
+        for key, feature in meta.features.items()
+        if key.startswith("observation.") and key not in used
+        if feature["dtype"].startswith("float") and np.shape(feature.get("shape") or 0) == (1,)
+    ]
 
 
 def _read_rows(meta: _Metadata, ids: list[int], cfg: DatasetConfig, findings: _Findings) -> _Rows:
     """Read and check the table rows of some episodes; images are left where they are."""
-    names = _vector_keys(meta, cfg) | {key: key for key in INDEX_COLUMNS if key in meta.features}
+    names = _vector_keys(meta, cfg)
+    if STATE not in names.values() and (others := _other_states(meta, cfg)):
+        findings.warn(
+            f"the policy gets no robot state; the data set has {', '.join(others)}: give --dataset.state-key."
+        )
+    names |= {key: key for key in INDEX_COLUMNS if key in meta.features}
     parts: dict[int, dict[str, np.ndarray]] = {}
     episodes_of: dict[Path, list[int]] = {}
     for e in ids:
@@ -1409,7 +1494,7 @@ def _read_rows(meta: _Metadata, ids: list[int], cfg: DatasetConfig, findings: _F
                     raise DatasetError(f"{path} has no column {key}, which meta/info.json names.")
             table = parquet.read(list(names))
             columns = {
-                name: _to_numpy(table.column(key), meta.features[key]["shape"], f"{path}: column {key}")
+                name: _to_numpy(table.column(key), meta.shape(key), f"{path}: column {key}")
                 for key, name in names.items()
             }
             for e in episodes_of[path]:
@@ -1521,9 +1606,10 @@ def _chosen_cameras(cfg: DatasetConfig, have: list[str]) -> list[str]:
     return [key for key in have if cfg.image_keys is None or key in cfg.image_keys]
 
 
-def _image_shape(key: str, feature: dict, info: Path) -> tuple[int, int, int]:
+def _image_shape(meta: _Metadata, key: str) -> tuple[int, int, int]:
     """(channels, H, W). LeRobot stores H, W, C and names them; older sets also C, H, W."""
-    shape, names, more = feature["shape"], feature.get("names"), feature.get("info") or {}
+    info, shape, names = meta.info, meta.shape(key), meta.features[key].get("names")
+    more = meta.features[key].get("info") or {}
     if more.get("is_depth_map") or more.get("video.is_depth_map"):
         raise DatasetError(
             f"{info}: {key} is a depth camera, which ACT cannot take; leave it out with --dataset.image-keys."
@@ -1552,7 +1638,7 @@ def _open_cameras(
         )
     for key in _chosen_cameras(cfg, meta.cameras()):
         with findings.reading(meta.info, f"camera {key}"):
-            channels, *size = _image_shape(key, meta.features[key], meta.info)
+            channels, *size = _image_shape(meta, key)
             opened = _open_videos if meta.features[key]["dtype"] == "video" else _open_images
             source = opened(meta, rows, key, (size[0], size[1]), cfg, findings)
             if (source.file_of_row >= 0).any():
@@ -1725,9 +1811,9 @@ def _image_files(path: Path, key: str, root: Path) -> str:
     about = []
     for value in parquet.read([f"{key}.path"]).column(0).to_pylist():
         if value and value.get("path"):
-            file = _inside(root, "{path}", path=value["path"])
-            stat = file.stat() if file.exists() else None
-            about.append((value["path"], *((stat.st_size, stat.st_mtime_ns) if stat else ())))
+            with suppress(DatasetError, OSError):  # told when it is read, if this image is not held
+                stat = _inside(root, "{path}", path=value["path"]).stat()
+                about.append((value["path"], stat.st_size, stat.st_mtime_ns))
     return f" {about}"
 
 
@@ -1797,11 +1883,12 @@ def _statistics(
         raise DatasetError(f"--dataset.min-std={cfg.min_std} is no floor; use 0 or more.")
     rows = np.concatenate([np.arange(*span) for span in train.spans()])
     stats = {key: given[key] for key in INDEX_COLUMNS if key in given}
+    computed: dict[str, bool] = {}
     for key in (key for key in (ACTION, STATE, ENV_STATE) if key in train.columns):
         measured = _measure(train.columns[key][rows])
         wrong, usable = _compare(key, given.get(key), measured)
         train.notes += [f"warning: {text}" for text in wrong]
-        stats[key] = given[key] if usable else measured
+        stats[key], computed[key] = (given[key], False) if usable else (measured, True)
         still = np.flatnonzero(stats[key]["std"] < cfg.min_std)
         if len(still):
             train.notes.append(
@@ -1833,7 +1920,10 @@ def _statistics(
         key: {name: torch.tensor(np.array(value), dtype=torch.float32) for name, value in entry.items()}
         for key, entry in stats.items()
     }
-    return tensors, "meta/stats.json" if ACTION in given else "computed from their rows"
+    if all(computed.values()):
+        return tensors, "computed from their rows"
+    again = [key for key in computed if computed[key]]
+    return tensors, "meta/stats.json" + (f"; {', '.join(again)} computed from the rows" if again else "")
 
 
 def _statistics_on_disk(
@@ -1916,8 +2006,8 @@ def _compare(
 # ---- commands ----------------------------------------------------------------------------------------------
 def check_dataset(
     cfg: DatasetConfig, chunk_size: int = 100, fix_stats: bool = False
-) -> tuple[list[str], list[str]]:
-    """(problems, warnings) of a whole data set, every frame decoded."""
+) -> tuple[list[str], list[str], list[str]]:
+    """(problems, warnings, what was checked) of a whole data set, every frame decoded."""
     findings = _Findings(strict=False)
     try:
         meta = _read_metadata(resolve_root(cfg), findings)
@@ -1925,7 +2015,12 @@ def check_dataset(
         cameras, _ = _open_cameras(meta, rows, cfg, findings)
         names = _vector_keys(meta, cfg)
     except DatasetError as error:
-        return [*findings.problems, str(error)], findings.warnings
+        return [*findings.problems, str(error)], findings.warnings, []
+    frames = _count(sum(stop - start for start, stop in rows.spans), "frame")
+    sizes = Counter("x".join(map(str, source.shape)) for source in cameras.values())
+    parts = [f"{key} [{rows.columns[name].shape[1]}]" for key, name in reversed(names.items())]
+    parts += [f"{_count(number, 'camera')} {size}" for size, number in sizes.items()]
+    notes = [", ".join([_count(len(rows.ids), "episode"), f"{frames} at {meta.fps:g} fps", *parts])]
     known = {episode.file for episode in meta.episodes} | {
         v[0] for e in meta.episodes for v in e.videos.values()
     }
@@ -1976,26 +2071,33 @@ def check_dataset(
     lengths = np.array([stop - start for start, stop in rows.spans])
     if (lengths < chunk_size).any():
         which = ", ".join(str(rows.ids[i]) for i in np.flatnonzero(lengths < chunk_size)[:20])
-        findings.warn(
-            f"{(lengths < chunk_size).sum()} episodes are shorter than the chunk of {chunk_size}: {which}."
-        )
+        short = int((lengths < chunk_size).sum())
+        verb = "is" if short == 1 else "are"
+        findings.warn(f"{_count(short, 'episode')} {verb} shorter than the chunk of {chunk_size}: {which}.")
     valid = np.concatenate([np.minimum(np.arange(n, 0, -1), chunk_size) for n in lengths])
-    findings.warn(
-        f"{1 - valid.mean() / chunk_size:.1%} of the target steps are padding at chunk {chunk_size}."
-    )
+    padded = 1 - valid.mean() / chunk_size
+    text = f"{padded:.1%} of the target steps are padding at chunk {chunk_size}"
+    if padded > MUCH_PADDING:
+        findings.warn(f"{text}; a smaller one wastes less.")
+    else:
+        notes.append(text)
     if fix_stats:
         target = meta.root / "meta" / "stats.fixed.json"
         for key, name in names.items():
             fixed.setdefault(key, {n: v.tolist() for n, v in _measure(rows.columns[name]).items()})
         target.write_text(json.dumps(fixed, indent=4))
-        findings.warn(
-            f"the statistics, corrected where they were wrong, are in {target}; move it over stats.json."
+        notes.append(
+            f"the statistics, corrected where they were wrong, are in {target}; move it over stats.json"
         )
-    return findings.problems, findings.warnings
+    return findings.problems, findings.warnings, notes
 
 
 def main() -> int:
     import tyro
+
+    def own_flags(text: str) -> str:
+        """The text for these commands, whose flags are train.py's without their prefix."""
+        return re.sub(r"--(dataset|policy)\.(?=[a-z])", "--", text)
 
     def check(cfg: DatasetConfig, chunk_size: int = 100, fix_stats: bool = False) -> int:
         """Check a whole data set, every frame decoded: name each problem, and exit with 1 if there is one.
@@ -2005,9 +2107,11 @@ def main() -> int:
             chunk_size: Steps of an action chunk, for the share of padding.
             fix_stats: Write meta/stats.fixed.json, with what was wrong computed from the data.
         """
-        problems, warnings = check_dataset(cfg, chunk_size, fix_stats)
-        print(*(f"problem: {text}" for text in problems), *warnings, sep="\n")
-        print(f"{cfg.root or cfg.repo_id}: {len(problems)} problems, {len(warnings)} warnings")
+        problems, warnings, notes = check_dataset(cfg, chunk_size, fix_stats)
+        lines = [*(f"problem: {text}" for text in problems), *warnings]
+        lines += [f"{cfg.root or cfg.repo_id}: {'; '.join(notes) or 'not all of it could be read'}"]
+        print(*map(own_flags, lines), sep="\n")
+        print(f"{_count(len(problems), 'problem')}, {_count(len(warnings), 'warning')}")
         return 1 if problems else 0
 
     def cache(cfg: DatasetConfig) -> int:
@@ -2018,14 +2122,14 @@ def main() -> int:
         """
         mode: Literal["disk"] = "disk"
         train, _ = open_dataset(replace(cfg, cache=mode), chunk_size=1)
-        print(*train.notes, sep="\n")
+        print(*map(own_flags, train.notes), sep="\n")
         return 0
 
     try:
         commands = {"check": check, "cache": cache}
         return tyro.extras.subcommand_cli_from_dict(commands, config=(tyro.conf.OmitArgPrefixes,))
     except (ValueError, ImportError) as error:
-        print(error, file=sys.stderr)
+        print(own_flags(str(error)), file=sys.stderr)
         return 1
 
 

@@ -542,7 +542,7 @@ def test_a_corrupted_input_is_one_sentence_that_names_it(name, sound, tmp_path, 
         warnings.simplefilter("ignore")
         if (root / "meta").is_dir():
             refused, warned = started(root, tmp_path / "cache")
-            problems, _ = data.check_dataset(data.DatasetConfig(root=str(root)), 4)
+            problems, *_ = data.check_dataset(data.DatasetConfig(root=str(root)), 4)
         else:
             refused, warned = resumed(root, tmp_path, case.tree, capsys)
     warned += caplog.messages

@@ -1,6 +1,7 @@
 """data.py against LeRobot's values (expected.json), frames with their number drawn in, and itself: cached = on demand,
 every start method, every split over ranks, every resume; and broken sets against one sentence each."""
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -277,6 +279,17 @@ def test_frames_off_their_times_are_refused_at_start_and_allowed_by_a_wider_tole
     assert [shown(frame) for frame in train.get_batch(np.arange(24))[TOP]] == list(range(24))
 
 
+def test_times_inside_the_tolerance_pass_whatever_offset_the_frames_share(tmp_path):
+    jitter = np.where(np.arange(24) % 5 < 3, 0.003, -0.004)
+    jitter[0] = 0.003  # the first frame defines 0 s
+    root = write_set(tmp_path / "set", [24], jitter=jitter)
+    train, _ = opened(root, tolerance_s=0.005)
+    assert [shown(frame) for frame in train.get_batch(np.arange(24))[TOP]] == list(range(24))
+    numbers = re.search(r"wants a frame at ([\d.]+) s .* is at ([\d.]+) s", refusal(root, tolerance_s=0.002))
+    wanted, nearest = map(float, numbers.groups())
+    assert len(numbers[1].partition(".")[2]) == 6 and 0.002 < abs(wanted - nearest) < 0.0075
+
+
 def test_rows_with_clock_times_are_refused_and_allowed_by_a_wider_tolerance(tmp_path):
     root = write_set(tmp_path / "set", [40])
     late = np.float32(np.arange(40) / 30 + np.where(np.arange(40) > 20, 0.2, 0))
@@ -328,6 +341,104 @@ def test_a_v21_set_gives_the_same_batches_as_v30(counted, tmp_path):
         torch.testing.assert_close(new.stats["action"][stat], train.stats["action"][stat])
     edit_json(old / "meta" / "info.json", lambda info: info.update(codebase_version="v1.6"))
     assert "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id" in refusal(old)
+
+
+def write_v21(root: Path, lengths, image=None) -> Path:
+    """A v2.1 set, one parquet file an episode; image(episode, frame) gives {"bytes", "path"} of a camera."""
+    vector = {"dtype": "float32", "shape": [2], "names": None}
+    number = {"dtype": "int64", "shape": [1], "names": None}
+    features = {"observation.state": vector, "action": vector, "timestamp": number | {"dtype": "float32"}}
+    features |= dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), number)
+    if image:
+        features[TOP] = {"dtype": "image", "shape": [64, 64, 3], "names": ["height", "width", "channel"]}
+    (root / "meta").mkdir(parents=True)
+    (root / "data" / "chunk-000").mkdir(parents=True)
+    total = 0
+    for e, length in enumerate(lengths):
+        rows = np.arange(total, total + length)
+        columns = {
+            key: pa.array(np.stack([rows, -rows], 1).astype(np.float32).tolist())
+            for key in ("observation.state", "action")
+        }
+        columns |= {
+            "timestamp": pa.array(np.float32(np.arange(length) / 30)),
+            "frame_index": pa.array(np.arange(length)),
+        }
+        columns |= {
+            "episode_index": pa.array(np.full(length, e)),
+            "index": pa.array(rows),
+            "task_index": pa.array(rows * 0),
+        }
+        if image:
+            kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+            columns[TOP] = pa.array([image(e, k) for k in range(length)], kind)
+        pq.write_table(pa.table(columns), root / "data" / "chunk-000" / f"episode_{e:06d}.parquet")
+        total += length
+    info = {
+        "codebase_version": "v2.1", "fps": 30, "total_episodes": len(lengths), "total_frames": total, "chunks_size": 1000, "features": features,
+        "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    }  # fmt: skip
+    (root / "meta" / "info.json").write_text(json.dumps(info))
+    lines = [{"episode_index": e, "length": length, "tasks": ["count"]} for e, length in enumerate(lengths)]
+    (root / "meta" / "episodes.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (root / "meta" / "tasks.jsonl").write_text('{"task_index": 0, "task": "count"}\n')
+    return root
+
+
+def encoded(number: int, kind: str = "png") -> bytes:
+    from torchvision.io import encode_jpeg, encode_png
+
+    image = torch.from_numpy(picture(number)).permute(2, 0, 1)
+    return (encode_png(image) if kind == "png" else encode_jpeg(image, 95)).numpy().tobytes()
+
+
+def test_images_in_files_beside_the_parquet_are_read_anew_when_they_change(tmp_path):
+    def beside(e, k):
+        file = tmp_path / "set" / "images" / f"{e}-{k}.png"
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_bytes(encoded(5 * e + k))
+        return {"bytes": None, "path": f"images/{e}-{k}.png"}
+
+    root = write_v21(tmp_path / "set", [5, 4], beside)
+    flags = {"cache_dir": str(tmp_path / "cache")}
+    for cache in ("off", "disk"):
+        train, _ = opened(root, cache=cache, **flags)
+        assert [shown(frame) for frame in train.get_batch(np.arange(9))[TOP]] == list(range(9))
+    (root / "images" / "0-2.png").write_bytes(encoded(99))
+    for cache in ("off", "disk"):
+        train, _ = opened(root, cache=cache, **flags)
+        assert [shown(frame) for frame in train.get_batch(np.arange(9))[TOP]] == [0, 1, 99, *range(3, 9)]
+    (root / "images" / "1-3.png").unlink()
+    assert re.search(r"1-3\.png is missing", refusal(root, **flags))
+
+
+@pytest.mark.parametrize("trailer", [b"", b"\n", b"\0\0", b"SEFT1234" * 100])
+def test_a_jpeg_may_have_bytes_behind_its_end_but_not_lack_it(trailer, tmp_path):
+    def jpeg(number):  # with a thumbnail in its head, which ends like a picture
+        content = encoded(number, "jpeg")
+        thumbnail = b"\xff\xe1" + (len(content) + 2).to_bytes(2) + content
+        return content[:2] + thumbnail + content[2:] + trailer
+
+    root = write_v21(tmp_path / "set", [3], lambda e, k: {"bytes": jpeg(k), "path": None})
+    train, _ = opened(root)
+    assert [shown(frame) for frame in train.get_batch(np.arange(3))[TOP]] == [0, 1, 2]
+    for left in (0.3, 0.7, 0.95):
+        content = jpeg(1)
+        cut = content[: int(left * (len(content) - len(trailer)))]
+        assert not data._is_whole_image(cut) and not data._is_whole_image(cut + b"\n")
+
+
+def test_the_work_at_the_start_grows_with_the_episodes_and_not_with_their_square(tmp_path, monkeypatch):
+    calls, real = [], Path.__eq__
+    root = write_v21(tmp_path / "set", [2] * 50)
+
+    def counted(self, other):
+        calls.append(1)
+        return real(self, other)
+
+    monkeypatch.setattr(Path, "__eq__", counted)
+    train, val = opened(root, val_split=0.5)
+    assert (len(train), len(val)) == (50, 50) and len(calls) < 10 * 50
 
 
 def test_images_in_parquet_are_decoded_one_for_each_sample(monkeypatch):
@@ -382,6 +493,39 @@ def test_other_key_names_become_action_and_state(tmp_path):
     assert list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
     assert torch.equal(old.stats["action"]["mean"], new.stats["action"]["mean"])
     assert old.features == new.features
+
+
+def test_a_set_whose_state_has_another_name_is_warned_of(tmp_path, counted):
+    root = copied(counted, tmp_path / "set")
+    table = pq.read_table(root / TABLE)
+    names = [name.replace("observation.state", "observation.qpos") for name in table.column_names]
+    pq.write_table(table.rename_columns(names), root / TABLE)
+    text = (root / "meta" / "info.json").read_text()
+    (root / "meta" / "info.json").write_text(text.replace('"observation.state"', '"observation.qpos"'))
+    cfg = DatasetConfig(root=str(root), cache="off")
+    words = "the policy gets no robot state; the data set has observation.qpos: give --dataset.state-key."
+    for notes in (opened(root)[0].notes, data.check_dataset(cfg, 8)[1]):
+        assert f"warning: {words}" in notes
+    assert "no robot state" not in str(opened(root, state_key="observation.qpos")[0].notes)
+    (root / "meta" / "info.json").write_text(
+        text.replace('"observation.state"', '"observation.environment_state"')
+    )
+    names = [name.replace("qpos", "environment_state") for name in names]
+    pq.write_table(table.rename_columns(names), root / TABLE)
+    assert "no robot state" not in str(opened(root)[0].notes)
+
+
+def test_a_feature_that_is_not_used_may_have_any_shape(tmp_path, counted):
+    root = copied(counted, tmp_path / "set")
+    more = {
+        "note": {"dtype": "string", "shape": None},
+        "empty": {"dtype": "float32", "shape": [0]},
+        "none": {"dtype": "int64"},
+    }
+    edit_json(root / "meta" / "info.json", lambda info: info["features"].update(more))
+    assert len(opened(root)[0]) == 24 and not data.check_dataset(DatasetConfig(root=str(root)), 8)[0]
+    for key, shape in (("empty", r"\[0\]"), ("none", "None")):
+        assert re.search(rf"info.json: feature {key} has shape {shape}", refusal(root, state_key=key))
 
 
 def test_scalar_action_and_episodes_of_1_3_and_100_frames(tmp_path):
@@ -512,6 +656,16 @@ def test_stale_statistics_warn_with_both_numbers(tmp_path):
         re.search(r"warning: the mean of action, joint 3 is 7.5 in the statistics and -0.1169", n)
         for n in train.notes
     )
+
+
+def test_the_note_on_the_statistics_names_what_was_computed_anew(tmp_path):
+    root = copied(reference("env_state_v3"), tmp_path / "set")
+    assert any(note.endswith("(meta/stats.json)") for note in opened(root)[0].notes)
+    edit_json(
+        root / "meta" / "stats.json", lambda stats: stats["action"]["mean"].__setitem__(0, float("nan"))
+    )
+    note = next(note for note in opened(root)[0].notes if note.startswith("statistics from"))
+    assert note.endswith("(meta/stats.json; action computed from the rows)")
 
 
 def test_gray_cameras_are_repeated_and_depth_cameras_refused(tmp_path, counted):
@@ -841,7 +995,9 @@ def test_a_killed_build_is_never_used_and_finished_episodes_are_kept(tmp_path):
         and len(list((tmp_path / "c").glob("*.building"))) == 1
     )
     train = build(tmp_path / "c", tmp_path / "log2")
-    assert made(tmp_path / "log2") == 20 and any("1 of 2 files were there" in note for note in train.notes)
+    assert made(tmp_path / "log2") == 20 and any(
+        "2 files" in note and "1 of them written now" in note for note in train.notes
+    )
     assert train.get_batch(np.arange(40))[TOP][:, 0, 0, 0].tolist() == list(range(40))
 
 
@@ -860,12 +1016,12 @@ def test_the_cache_knows_a_video_by_its_content(counted, tmp_path):
     opened(counted, **flags)
     moved = copied(counted, tmp_path / "elsewhere")
     train, _ = opened(moved, **flags)
-    assert any("3 of 3 files were there" in note for note in train.notes)
+    assert any("3 files" in note and "none of them written now" in note for note in train.notes)
     write_video(moved / "videos" / TOP / "chunk-000" / "file-000.mp4", range(100, 124), 30)
     train, _ = opened(moved, **flags)
     assert [shown(frame) for frame in train.get_batch(np.arange(24))[TOP]] == list(range(100, 124))
     train, _ = opened(moved, episodes=(2,), **flags)
-    assert any("1 of 1 files were there" in note for note in train.notes)
+    assert any("1 file (" in note and "none of them written now" in note for note in train.notes)
 
 
 def test_a_cache_that_does_not_fit_is_refused_and_auto_decodes_on_demand(tmp_path, monkeypatch):
@@ -901,6 +1057,69 @@ def test_the_ram_cache_is_removed_by_the_last_process_that_uses_it(tmp_path, mon
     job.start()
     job.join(60)
     assert job.exitcode == 0 and made(tmp_path / "log") == 40 and not folder.exists()
+
+
+def test_the_ram_cache_survives_the_end_of_another_run_and_drops_what_a_killed_one_left(
+    tmp_path, monkeypatch
+):
+    """The lock of a removed file guards nothing: who waited for it must take the new one."""
+    monkeypatch.setattr(data, "RAM_DIR", tmp_path)
+    at_exit = []
+    monkeypatch.setattr(data.atexit, "register", at_exit.append)
+    folder = tmp_path / f"act-frames-{os.getuid()}"
+    folder.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with open(folder / "users", "w") as leaving:
+            fcntl.flock(leaving, fcntl.LOCK_EX)
+            waiting = pool.submit(data._ram_folder, set())
+            time.sleep(0.3)
+            assert not waiting.done()
+            shutil.rmtree(folder)
+        assert waiting.result(30) == folder
+    with open(folder / "users", "w") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (folder / "mine.frames").write_bytes(b"1")
+    data._ram_folder(set())  # a second user, which removes nothing
+    at_exit[1]()
+    assert (folder / "mine.frames").exists()
+    folder.rename(tmp_path / "gone")
+    at_exit[0]()  # its folder was taken away, and what lies there now is another's
+    folder.mkdir()
+    for name in ("old.frames", "old.building", "same.frames"):
+        (folder / name).write_bytes(b"1")
+    data._ram_folder({"same.frames"})
+    assert sorted(path.name for path in folder.iterdir()) == ["same.frames", "users"]
+    at_exit[2]()
+    assert not folder.exists()
+
+
+def test_more_files_than_may_be_mapped_are_read_in_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MAX_MAPS", 3)
+    files = [tmp_path / f"{e}.frames" for e in range(8)]
+    for e, file in enumerate(files):
+        file.write_bytes(bytes([e]) * (2 * 3 * 4))
+    source = data.CachedFrames((2, 2), 16, [(2 * e, 2 * e + 2) for e in range(8)], files)
+    order = np.random.default_rng(0).integers(0, 16, 200)
+    out = torch.empty((200, 3, 2, 2), dtype=torch.uint8)
+    source.read_into(order, out)
+    assert out[:, 0, 0, 0].tolist() == (order // 2).tolist() and len(source._maps) <= 3
+
+    def full(*_, **__):
+        raise RuntimeError("unable to mmap 24 bytes from file <f>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "from_file", full)
+    with pytest.raises(ValueError, match=r"cannot be mapped .*vm\.max_map_count") as caught:
+        pickle.loads(pickle.dumps(source)).get(0)
+    assert "damaged" not in str(caught.value)
+
+
+def test_a_frame_cache_removed_during_a_run_is_told_as_such(tmp_path):
+    train = pickle.loads(pickle.dumps(build(tmp_path / "c", tmp_path / "log")))
+    shutil.rmtree(tmp_path / "c")
+    with pytest.raises(
+        ValueError, match=r"the frame cache was removed .* start again .--resume.*built again\.$"
+    ):
+        train.get_batch(np.array([3]))
 
 
 # ---- where a data set is -----------------------------------------------------------------------------------
@@ -1003,8 +1222,8 @@ BROKEN = {
     "feature gone": (lambda root: edit_json(root / "meta" / "info.json", lambda i: i["features"].pop("timestamp")), r"feature timestamp is missing"),
     "column gone": (lambda root: pq.write_table(pq.read_table(root / TABLE).drop_columns(["action"]), root / TABLE), r"has no column action"),
     "video missing": (lambda root: (root / VIDEO).unlink(), r"file-000.mp4 is missing"),
-    "video too short": (lambda root: write_video(root / VIDEO, range(20), 30), r"episode 2 of camera .* wants a frame at 0\.\d+ s for its frame 1"),
-    "video of 25 fps": (lambda root: write_video(root / VIDEO, range(24), 25), r"wants a frame at 0\.0333 s"),
+    "video too short": (lambda root: write_video(root / VIDEO, range(20), 30), r"episode 2 of camera .* wants a frame at 0\.\d+ s for its frame 4"),
+    "video of 25 fps": (lambda root: write_video(root / VIDEO, range(24), 25), r"wants a frame at 0\.\d{6} s"),
     "clip of another episode": (table(EPISODES, **{f"videos/{TOP}/from_timestamp": at(2, 0.0)}), r"episodes 0 and 2 of camera .* both use its frame 0"),
     "video is text": (lambda root: (root / VIDEO).write_text("no video"), r"file-000.mp4 cannot be read"),
     "no episodes": (lambda root: shutil.rmtree(root / "meta" / "episodes"), r"episodes has no parquet file"),
@@ -1022,7 +1241,7 @@ def test_a_broken_set_is_refused_before_step_1_and_found_by_check(fault, counted
     root = copied(counted, tmp_path / "set")
     breaks(root)
     assert re.search(words, refusal(root)), refusal(root)
-    problems, _ = data.check_dataset(DatasetConfig(root=str(root)), 4)
+    problems, *_ = data.check_dataset(DatasetConfig(root=str(root)), 4)
     assert any(re.search(words, problem) for problem in problems), problems
 
 
@@ -1039,19 +1258,25 @@ def test_check_finds_several_problems_at_once_and_says_how_many(counted, tmp_pat
         "the std of observation.state, joint 1 is 0 in the statistics and 0.702",
     ):
         assert words in done.stdout, done.stdout
-    assert re.search(r"problems, \d+ warnings$", done.stdout.strip())
+    assert re.search(r"\n\d+ problems, 1 warning$", done.stdout.strip())
+    assert f"{root}: 3 episodes, 24 frames at 30 fps, action [2], " in done.stdout
+    done = subprocess.run([*run[:3], "--root", "nowhere"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("problem: --root=nowhere holds no") and "1 problem, 0 w" in done.stdout
 
 
 def test_check_passes_a_sound_set_and_warns_of_what_can_be_trained_on(counted, tmp_path):
     root = copied(counted, tmp_path / "set")
-    problems, warnings = data.check_dataset(DatasetConfig(root=str(root)), 8)
+    cfg = DatasetConfig(root=str(root))
+    problems, warnings, notes = data.check_dataset(cfg, 8)
     assert not problems and any(
         "2 episodes are shorter than the chunk of 8: 0, 2" in text for text in warnings
     )
-    assert any(re.search(r"\d+\.\d% of the target steps are padding", text) for text in warnings)
+    assert notes[0] == ("3 episodes, 24 frames at 30 fps, action [2], observation.state [2], 1 camera 64x64")
+    assert re.fullmatch(r"\d+\.\d% of the target steps are padding at chunk 8", notes[1])
+    assert any("padding at chunk 100; a smaller one" in text for text in data.check_dataset(cfg)[1])
     shutil.copy(root / TABLE, root / TABLE.replace("000.parquet", "007.parquet"))
     edit_table(root / TABLE, action=lambda values: [[a, 0.5] for a, _ in values])
-    problems, warnings = data.check_dataset(DatasetConfig(root=str(root)), 8)
+    problems, warnings, _ = data.check_dataset(cfg, 8)
     assert any("file-007.parquet belongs to no episode" in text for text in warnings)
     assert any("action, joint 1 is constant" in text for text in warnings)
     assert any("of action, joint 1" in text for text in problems)  # the statistics are stale now
@@ -1066,12 +1291,12 @@ def test_fix_stats_writes_right_ones_beside_the_old(tmp_path):
         lambda stats: (stats[TOP].update(wrong), stats["action"]["std"].__setitem__(2, 5.0)),
     )
     before = (root / "meta" / "stats.json").read_bytes()
-    problems, _ = data.check_dataset(DatasetConfig(root=str(root)), 8, fix_stats=True)
+    problems, *_ = data.check_dataset(DatasetConfig(root=str(root)), 8, fix_stats=True)
     assert any("the std of action, joint 2 is 5" in text for text in problems)
     assert any(f"camera {TOP}" in text and "127.0" in text for text in problems)
     assert (root / "meta" / "stats.json").read_bytes() == before
     os.replace(root / "meta" / "stats.fixed.json", root / "meta" / "stats.json")
-    problems, _ = data.check_dataset(DatasetConfig(root=str(root)), 8)
+    problems, *_ = data.check_dataset(DatasetConfig(root=str(root)), 8)
     assert not problems
     fixed = json.loads((root / "meta" / "stats.json").read_text())
     np.testing.assert_allclose(fixed["action"]["std"], right["action"]["std"], rtol=1e-5)
@@ -1175,9 +1400,10 @@ def test_the_cache_command_builds_what_a_run_then_finds(counted, tmp_path):
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     train, _ = opened(counted, cache="disk", cache_dir=str(tmp_path), image_size=(16, 24))
-    assert any("3 of 3 files were there" in note for note in train.notes)
+    assert any("3 files" in note and "none of them written now" in note for note in train.notes)
     done = subprocess.run([*run[:4], str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "holds no LeRobot data set" in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].startswith("--root=")  # the flag's name here
 
 
 @pytest.mark.gpu
