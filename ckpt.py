@@ -45,6 +45,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -76,7 +77,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 MODEL, TRAINING = "pretrained_model", "training_state"
 WEIGHTS, WEIGHT_SHARDS = "model.safetensors", "pytorch_model_fsdp_0"
-MASTER_WEIGHTS = "model_float32.safetensors"  # kept in training_state/ when WEIGHTS was converted to less
+MASTER_WEIGHTS = "model_float32.safetensors"  # kept (in training_state/) when WEIGHTS was converted to less
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, OPTIMIZER_GROUPS = "optimizer_state.safetensors", "optimizer_param_groups.json"
 OPTIMIZER_NAMES, OPTIMIZER_SHARDS = "optimizer_names.json", "optimizer_0"
@@ -99,6 +100,11 @@ STATS_OF_MODE = {
 # Hyper-parameters of a group that a checkpoint restores; the others (fused, foreach, ...) say how this
 # process computes, and stay as they are.
 GROUP_SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "initial_lr")
+# Fields of config.json that decide which tensors there are, and their shapes.
+DIMENSIONS = (
+    "chunk_size", "dim_model", "dim_feedforward", "feedforward_activation", "latent_dim", "use_vae",
+    "pre_norm", "n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers", "vision_backbone",
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +136,8 @@ class CheckpointWriter:
         Args:
             keep_last: whole checkpoints of this run directory that stay; None keeps all.
             sharded: FSDP or HSDP; only then are there shards to write.
+        Raises:
+            ValueError: on every rank alike; flags that contradict, or a checkpoints/ that cannot be written.
         """
         check_flags(checkpoint_format, sharded, keep_last)
         self.checkpoints = Path(run_dir) / "checkpoints"
@@ -145,6 +153,7 @@ class CheckpointWriter:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
                 self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=30))
+        self._together(lambda: self._probe() if self.rank == 0 else None)
 
     def save(
         self,
@@ -350,6 +359,23 @@ class CheckpointWriter:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def _probe(self) -> None:
+        """Refuse at the start what the first save would stumble over, perhaps hours later; leave no trace."""
+        _refuse_no_directory(self.checkpoints)
+        absent = not self.checkpoints.exists()
+        probe = self.checkpoints / ".write-test"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+            if absent:
+                self.checkpoints.rmdir()
+        except OSError as error:
+            raise ValueError(
+                f"{self.checkpoints} cannot be written ({error.strerror}); name another --output-dir, or "
+                "train with --no-save-checkpoint."
+            ) from None
+
     def _prepare(self, tmp: Path) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for left in _leftovers(self.checkpoints):
@@ -380,7 +406,7 @@ class CheckpointWriter:
         ).encode()
         for path, tensors in content.tensors.items():
             metadata = {"format": "pt"} if Path(path).name in (WEIGHTS, ADAPTER) else None
-            save_file(tensors, tmp / path, metadata)
+            _save_tensors(tensors, tmp / path, metadata)
             _flush(tmp / path)
         for path, data in content.encoded.items():
             _write_bytes(tmp / path, data)
@@ -657,6 +683,15 @@ def _write_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+    # safetensors (0.8) leaves files that only their owner can read; an empty file shows the umask's mode.
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    if path.stat().st_mode != mode:
+        path.chmod(mode)
+
+
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -734,13 +769,19 @@ def _verify(step_dir: Path, paths: Iterable[Path]) -> None:
 # ------------------------------------------------------------------------------------------------ load
 
 
+def policy_dir(path: str | os.PathLike) -> Path:
+    """pretrained_model/ of the checkpoint, in whatever form it is named."""
+    return _model_dir(policy_folder(path))
+
+
 def load_policy_files(path: str | os.PathLike) -> tuple[dict, dict[str, dict[str, Tensor]]]:
-    """(content of config.json, statistics) of a step directory, run directory, `last` or pretrained_model/.
+    """(content of config.json, statistics) of a step directory, run directory, `last`, pretrained_model/ or
+    USER/NAME of the hub.
 
     Raises:
         ValueError: a file is missing or unreadable; a feature that is normalised has no statistics.
     """
-    model_dir = _model_dir(path)
+    model_dir = _model_dir(policy_folder(path))
     config = _read_json(model_dir / "config.json")
     for key in ("input_features", "output_features"):
         if not isinstance(config, dict) or not isinstance(config.get(key), dict):
@@ -768,12 +809,13 @@ def load_weights(
     Raises:
         ValueError: a tensor is missing, unexpected or misshapen, each by name; a file is torn or corrupt.
     """
-    model_dir = _model_dir(path)
+    model_dir = _model_dir(policy_folder(path))
     source = _weights_source(model_dir, adapter is not None, resume)
     wanted = dict(adapter) if adapter is not None else _state_dict(unwrap(policy))
+    other = [] if adapter is not None else _other_dimensions(path, model_dir, unwrap(policy))
     if source.name == ADAPTER_CONFIG:
         full = _merged(model_dir)
-        _check(source, wanted, {key: tuple(value.shape) for key, value in full.items()})
+        _check(source, wanted, {key: tuple(value.shape) for key, value in full.items()}, other)
         with torch.no_grad():
             for key, target in wanted.items():
                 _copy_part(target, full[key].__getitem__)
@@ -784,7 +826,7 @@ def load_weights(
         for key, shape in _shapes(source).items()
         if not LEGACY_BUFFER.match(key)
     }
-    _check(source, wanted, found)
+    _check(source, wanted, found, other)
     _verify(model_dir.parent, [source])
     _read_into(source, {prefix + key: target for key, target in wanted.items()})
 
@@ -851,6 +893,43 @@ def load_run_config(path: str | os.PathLike) -> dict[str, Any]:
     return run_config_from_lerobot(config)
 
 
+def policy_folder(path: str | os.PathLike) -> str:
+    """`path`, or the folder in the hub's cache of the repository USER/NAME where there is no such path here.
+
+    What is in the cache is taken as it is, and only what is not there is downloaded: weights and JSON, no
+    folders. HF_HUB_CACHE, HF_HOME and HF_HUB_OFFLINE mean what they always do.
+    Raises:
+        ValueError: it has the form USER/NAME, and cannot be had.
+    """
+    name = os.fspath(path)
+    if os.path.lexists(name) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return name
+    wanted: Any = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": "*/*"}
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        try:
+            cached = snapshot_download(name, local_files_only=True, **wanted)
+            if (Path(cached) / "config.json").is_file() and any(Path(cached).glob("*.safetensors")):
+                return cached
+        except OSError:  # not there, or half of it; whatever else is wrong, the download says as well
+            pass
+        disable_progress_bars()  # one of each rank
+        return snapshot_download(name, **wanted)
+    except ImportError:
+        why = "huggingface_hub, which would ask for it, is not installed"
+    except Exception as error:  # whatever the network, the hub or the credentials do
+        why = _sentence(error.__cause__ or error).partition(". ")[0].rstrip(".")
+        if type(error).__name__ == "RepositoryNotFoundError":  # its text is an address and an essay
+            why = "it has no such model, or it is private"
+    raise ValueError(
+        f"{name} (--policy.path or --checkpoint) is no folder here, and the hub did not give it: {why}; "
+        f"correct the path, or run `hf download {name} --local-dir DIR` where there is a network and name "
+        f"DIR. {_found_near(Path(name))}"
+    )
+
+
 def _model_dir(path: str | os.PathLike) -> Path:
     """pretrained_model/ for any of the forms in which a checkpoint can be named."""
     path = Path(path)
@@ -864,6 +943,12 @@ def _model_dir(path: str | os.PathLike) -> Path:
     return step_dir / MODEL
 
 
+def _master_file(model_dir: Path) -> Path:
+    """Where `convert` keeps the weights that a file of lower precision replaced."""
+    training = model_dir.parent / TRAINING
+    return (training if training.is_dir() else model_dir) / MASTER_WEIGHTS
+
+
 def _weights_source(model_dir: Path, adapter: bool, resume: bool) -> Path:
     shards, weights = model_dir / WEIGHT_SHARDS, model_dir / WEIGHTS
     if adapter:
@@ -871,7 +956,7 @@ def _weights_source(model_dir: Path, adapter: bool, resume: bool) -> Path:
     elif (model_dir / ADAPTER_CONFIG).is_file():
         order = [weights, model_dir / ADAPTER_CONFIG]
     elif resume:
-        order = [shards, model_dir.parent / TRAINING / MASTER_WEIGHTS, weights]
+        order = [shards, _master_file(model_dir), weights]
     else:
         order = [weights, shards]
     for source in order:
@@ -880,7 +965,22 @@ def _weights_source(model_dir: Path, adapter: bool, resume: bool) -> Path:
     raise ValueError(f"{model_dir} has no weights: neither {' nor '.join(p.name for p in order)}.")
 
 
-def _check(source: Path, wanted: Mapping[str, Any], found: Mapping[str, tuple]) -> None:
+def _other_dimensions(path: str | os.PathLike, model_dir: Path, policy: nn.Module) -> list[str]:
+    """The flags, each with both values, in which a policy with a configuration differs from the saved one."""
+    config = getattr(policy, "config", None)
+    saved = _read_json(model_dir / "config.json") if (model_dir / "config.json").is_file() else {}
+    names = [n for n in DIMENSIONS if isinstance(saved, dict) and n in saved and hasattr(config, n)]
+    values = {n: (getattr(config, n), saved[n]) for n in names}
+    return [
+        f"--policy.{n.replace('_', '-')}={mine}, but the policy in {path} has {theirs}"
+        for n, (mine, theirs) in values.items()
+        if mine != theirs
+    ]
+
+
+def _check(
+    source: Path, wanted: Mapping[str, Any], found: Mapping[str, tuple], other_dimensions: list[str]
+) -> None:
     """Both directions and every shape, before anything is changed."""
     wrong = [f"missing {key}" for key in sorted(wanted.keys() - found.keys())]
     wrong += [f"unexpected {key}" for key in sorted(found.keys() - wanted.keys())]
@@ -889,9 +989,15 @@ def _check(source: Path, wanted: Mapping[str, Any], found: Mapping[str, tuple]) 
         for key, value in wanted.items()
         if key in found and tuple(found[key]) != tuple(value.shape)
     ]
+    if wrong and other_dimensions:
+        flags = "the flag" if len(other_dimensions) == 1 else "these flags"
+        raise ValueError(f"{'; '.join(other_dimensions)}; leave {flags} out.")
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(f"{source} does not fit this policy: {'; '.join(wrong[:8])}{more}.")
+        raise ValueError(f"{source} does not fit this policy: {_some(wrong)}.")
+
+
+def _some(wrong: list[str]) -> str:
+    return "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
 
 
 def _shapes(source: Path) -> dict[str, tuple]:
@@ -901,6 +1007,18 @@ def _shapes(source: Path) -> dict[str, tuple]:
         return {k: tuple(m.size) for k, m in entries.items() if isinstance(m, TensorStorageMetadata)}
     with _open_safetensors(source) as file:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+def _precision(source: Path) -> str:
+    """The floating-point types in a weights source: "float32", or "bfloat16, float32"."""
+    if source.is_dir():
+        entries = read_shard_metadata(source).state_dict_metadata.values()
+        found = {m.properties.dtype for m in entries if isinstance(m, TensorStorageMetadata)}
+        return ", ".join(sorted(str(d).removeprefix("torch.") for d in found if d.is_floating_point))
+    words = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    with _open_safetensors(source) as file:
+        names = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+    return ", ".join(sorted(words[name] for name in names & words.keys()))
 
 
 def _read_into(source: Path, targets: dict[str, Tensor]) -> None:
@@ -1054,8 +1172,7 @@ def _load_optimizer(step_dir: Path, module: nn.Module, optimizer: torch.optim.Op
             targets[have[kind]] = state[kind]
         states[parameter] = state
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(f"{saved.source} does not fit this optimizer: {'; '.join(wrong[:8])}{more}.")
+        raise ValueError(f"{saved.source} does not fit this optimizer: {_some(wrong)}.")
     _verify(step_dir, [saved.source])
     _read_into(saved.source, targets)
     for parameter, state in states.items():
@@ -1321,14 +1438,19 @@ def resolve_resume(path: str | os.PathLike, output_dir: str | os.PathLike | None
         path: run directory, checkpoints/, step directory, `last`, pretrained_model/, train_config.json; or
             "auto": the newest whole checkpoint under `output_dir`, None where there is none.
     Raises:
-        ValueError: nothing to resume there, or what was named is torn; lists the checkpoints found.
+        ValueError: nothing to resume there, or what was named is torn; lists the checkpoints found. Also
+            where checkpoints/ is no directory: a disk that is not mounted must not look like a fresh start.
     """
     if str(path) == "auto":
         checkpoints = None if output_dir is None else Path(output_dir) / "checkpoints"
+        if checkpoints is not None:
+            _refuse_no_directory(checkpoints.parent)
+            _refuse_no_directory(checkpoints)
         return _newest(checkpoints) if checkpoints and checkpoints.is_dir() else None
     place = Path(path)
     for name in ("train_config.json", MODEL):
         place = place.parent if place.name == name and place.exists() else place
+    _refuse_no_directory(place if place.name == "checkpoints" else place / "checkpoints")
     if (place / "checkpoints").is_dir():
         place = place / "checkpoints"
     pointed = _read_pointer(place)
@@ -1351,6 +1473,17 @@ def resolve_resume(path: str | os.PathLike, output_dir: str | os.PathLike | None
             f"pretrained_model/ or train_config.json. {_found_near(place)}"
         )
     return newest
+
+
+def _refuse_no_directory(path: Path) -> None:
+    """Raise a ValueError for a file or a dangling link where a directory belongs; absent is fine."""
+    if path.is_dir() or not os.path.lexists(path):
+        return
+    what = f"leads to {os.readlink(path)}, which is no directory" if path.is_symlink() else "is a file"
+    raise ValueError(
+        f"{path} {what}: mount or restore the directory (then --resume finds it), remove {path}, or name "
+        "another --output-dir."
+    )
 
 
 def run_dir_of(step_dir: Path) -> Path:
@@ -1626,26 +1759,35 @@ def convert(
     Args:
         checkpoint_dir: Step directory, run directory, `last` or pretrained_model/.
         delete_dcp: Delete the weight shards once the merged file was read back and compared.
-        dtype: Precision of the merged file. A resume goes on from float32 as long as that is there.
+        dtype: Precision of the merged file. Where the float32 weights would be lost they are kept in
+            model_float32.safetensors, and a resume goes on from them.
         push_to_hub: USER/NAME of a model repository to upload the result to (needs huggingface_hub).
     """
     model_dir = _model_dir(checkpoint_dir)
-    target, master = model_dir / WEIGHTS, model_dir.parent / TRAINING / MASTER_WEIGHTS
+    target, master, shards = model_dir / WEIGHTS, _master_file(model_dir), model_dir / WEIGHT_SHARDS
     source = model_dir / ADAPTER_CONFIG
     if not source.is_file():
         source = _weights_source(model_dir, adapter=False, resume=True)
-    has_training = (model_dir.parent / TRAINING).is_dir()
+    deletes = delete_dcp and shards.is_dir()
+    if deletes and source.name == ADAPTER_CONFIG and not (model_dir / ADAPTER).is_file():
+        raise ValueError(
+            f"--delete-dcp would delete the only copy of the adapter, {shards}, and a resume with it; leave "
+            "the flag out."
+        )
+    loses = source == target or (deletes and target.is_file() and "float32" in _precision(target))
+    keeps = dtype != "float32" and loses
     _verify(model_dir.parent, [source])
     cast = _read_all(source)
     for key in cast:  # one at a time: never two copies of the weights
         if cast[key].is_floating_point():
             cast[key] = cast[key].to(getattr(torch, dtype)).contiguous()
     size = sum(value.nbytes for value in cast.values())
-    if (free := shutil.disk_usage(model_dir).free) < size:
-        raise ValueError(f"{target} needs {size:,} bytes and the disk has {free:,} free; make room.")
+    needed = size + (target.stat().st_size if keeps else 0)
+    if (free := shutil.disk_usage(model_dir).free) < needed:
+        raise ValueError(f"{target} needs {needed:,} bytes and the disk has {free:,} free; make room.")
     new = model_dir / f".{WEIGHTS}.new"
     try:
-        save_file(cast, new, {"format": "pt"})
+        _save_tensors(cast, new, {"format": "pt"})
         _flush(new)
         with _open_safetensors(new) as file:
             different = [key for key, value in cast.items() if not _same(file.get_tensor(key), value)]
@@ -1655,26 +1797,33 @@ def convert(
     if different:
         new.unlink()
         raise ValueError(f"{new} reads back differently from what was written ({different[0]}): a bad disk?")
-    if source == target and dtype != "float32" and has_training:
+    if keeps:
         shutil.copyfile(target, master.with_suffix(".new"))
         _flush(master.with_suffix(".new"))
         os.replace(master.with_suffix(".new"), master)  # what a resume goes on from
     os.replace(new, target)
     _flush(model_dir)
-    print(f"{target}: {len(cast)} tensors, {size:,} bytes, {dtype}, verified")
     if (model_dir / ADAPTER_CONFIG).is_file():
         _edit_json(model_dir / "config.json", {"use_peft": False})
-    shards = model_dir / WEIGHT_SHARDS
-    if delete_dcp and shards.is_dir():
-        if dtype != "float32":
-            print(f"Only {dtype} weights remain: a resume would go on from rounded values.")
+    if deletes:
         _edit_json(model_dir / "train_config.json", {"checkpoint_format": "safetensors"})
         os.rename(shards, model_dir / ".trash-0")
         shutil.rmtree(model_dir / ".trash-0")
-        print(f"{shards} deleted")
     if (model_dir.parent / TRAINING / CHECKSUMS).is_file():
         names = [f"{MODEL}/{name}" for name in (WEIGHTS, "config.json", "train_config.json")]
         _write_checksums(model_dir.parent, [*names, f"{TRAINING}/{MASTER_WEIGHTS}"])
+    # Said when all is done: a reader that has gone (| head) cannot break it off halfway.
+    print(f"{target}: {len(cast)} tensors, {size:,} bytes, {dtype}, verified")
+    if keeps:
+        print(f"{master} keeps the weights as they were, for --resume and another convert.")
+    if (model_dir / ADAPTER_CONFIG).is_file():
+        print(f"The adapter stays beside it for --resume; everything else loads {WEIGHTS} from here on.")
+    if deletes:
+        print(f"{shards} deleted")
+    elif shards.is_dir():
+        print(f"{shards} is kept, and a --resume goes on from it; --delete-dcp deletes it.")
+    if deletes and dtype != "float32" and not master.is_file():
+        print(f"Only {dtype} weights remain: a resume would go on from rounded values.")
     if push_to_hub:
         upload_policy(model_dir, push_to_hub)
 
@@ -1716,7 +1865,7 @@ def _merged(model_dir: Path) -> dict[str, Tensor]:
         what = ", ".join(strange) or f"peft_type {config.get('peft_type')}, bias {config.get('bias')}"
         raise ValueError(f"{path} uses {what}, which cannot be merged here; merge it with PEFT.")
     base = config.get("base_model_name_or_path")
-    if not base or not Path(base).exists():
+    if not base or not Path(base := policy_folder(base)).exists():
         raise ValueError(f"{path} builds on {base}, which is not there; restore it or correct the path.")
     base_dir = _model_dir(base)
     merged = _read_all(_weights_source(base_dir, adapter=False, resume=True))
@@ -1788,7 +1937,7 @@ def upload_policy(path: str | os.PathLike, repo_id: str, facts: Mapping[str, Any
             repo_id=repo_id,
             folder_path=str(model_dir),
             commit_message=f"Checkpoint {model_dir.parent.name}",
-            ignore_patterns=[f"{WEIGHT_SHARDS}/*", ".*"],
+            ignore_patterns=[f"{WEIGHT_SHARDS}/*", MASTER_WEIGHTS, ".*"],
         )
     except Exception as error:  # whatever the network, the hub or the credentials do
         raise ValueError(
@@ -1822,7 +1971,7 @@ def _model_card(model_dir: Path, repo_id: str, facts: Mapping[str, Any]) -> str:
 
 
 def show(checkpoint_dir: Path) -> None:
-    """Say what a checkpoint holds: step, layout, sizes, whole or torn (exit code 1).
+    """Say what a checkpoint holds: step, layout, weights, sizes, whole or torn (exit code 1).
 
     Args:
         checkpoint_dir: Step directory, `last`, run directory (its newest) or pretrained_model/.
@@ -1857,6 +2006,8 @@ def show(checkpoint_dir: Path) -> None:
             f"dp_shard {parallelism.get('dp_shard', '?')}, batch {state.get('batch_size', '?')} a rank, "
             f"accumulation {state.get('grad_accum_steps', '?')}"
         )
+    for line in _weights_lines(path):
+        print(f"  {line}")
     for part in (MODEL, TRAINING):
         for entry in sorted((path / part).iterdir()) if (path / part).is_dir() else ():
             inside = [entry] if entry.is_file() else [p for p in entry.rglob("*") if p.is_file()]
@@ -1865,6 +2016,40 @@ def show(checkpoint_dir: Path) -> None:
             print(f"  {size:>14,} bytes  {part}/{entry.name}{shards}")
     if problems:
         raise SystemExit(1)
+
+
+def _weights_lines(step_dir: Path) -> list[str]:
+    """Format, precision and size of each copy of the weights that can be read; an adapter's base."""
+    lines = []
+    model_dir, names_file = step_dir / MODEL, step_dir / TRAINING / OPTIMIZER_NAMES
+    has_adapter = (model_dir / ADAPTER_CONFIG).is_file()
+    for source in (model_dir / name for name in (WEIGHTS, ADAPTER, WEIGHT_SHARDS)):
+        if not source.exists():
+            continue
+        of_adapter = has_adapter and source.name != WEIGHTS
+        try:
+            shapes = {
+                k.removeprefix("model.") if source.is_dir() else k: s for k, s in _shapes(source).items()
+            }
+            what, names = "numbers, buffers included", set(shapes)
+            if of_adapter:
+                what = "parameters"
+            elif names_file.is_file() and not has_adapter:
+                saved = _read_json(names_file)
+                what, names = (
+                    "parameters",
+                    {*saved["without_state"], *(n for g in saved["groups"] for n in g)},
+                )
+            total = sum(math.prod(shape) for key, shape in shapes.items() if key in names)
+            form = "DCP shards" if source.is_dir() else "safetensors"
+            line = f"{'adapter' if of_adapter else 'weights'}: {form}, {_precision(source)}, {total:,} {what}"
+            if of_adapter:
+                config = _read_json(model_dir / ADAPTER_CONFIG)
+                line += f", r {config.get('r')}, on the base {config.get('base_model_name_or_path')}"
+            lines.append(line)
+        except ValueError:  # torn, which was said already
+            continue
+    return lines
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -1878,8 +2063,14 @@ def main(argv: list[str] | None = None) -> None:
     ]
     logging.basicConfig(format="%(message)s")
     try:
-        tyro.extras.subcommand_cli_from_dict({"convert": convert, "show": show}, args=given)
-    except (ValueError, FileNotFoundError, ImportError) as error:
+        try:
+            tyro.extras.subcommand_cli_from_dict({"convert": convert, "show": show}, args=given)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has gone; without a new end Python would say so at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)  # what a shell reports of other commands
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(_sentence(error))
 
 

@@ -576,6 +576,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(every_layout: Path, 
         "missing model.extra.bias",
         "unexpected model.unused.weight",
         "model.action_head.weight has shape (3, 5)",
+        "; and 1 more.",
     ):
         assert text in str(error.value)
     policy = Tiny()
@@ -586,6 +587,21 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(every_layout: Path, 
         ckpt.load_training_state(source, policy, optimizer)
     assert "unexpected model.backbone.weight" in str(error.value)
     assert "exp_avg of model.action_head.weight has shape (3, 5), not (4, 5)" in str(error.value)
+
+
+def test_a_policy_of_other_dimensions_is_told_the_flags_not_the_tensors() -> None:
+    config, stats = ckpt.load_policy_files(SINGLE)
+    for changes in ({"dim_model": 2 * config["dim_model"]}, {"n_encoder_layers": 3, "use_vae": False}):
+        policy = ACTPolicy.from_config_dict(config | changes, stats)
+        with pytest.raises(ValueError) as error:
+            ckpt.load_weights(SINGLE, policy)
+        parts = [
+            f"--policy.{key.replace('_', '-')}={value}, but the policy in {SINGLE} has {config[key]}"
+            for key, value in changes.items()
+        ]
+        flags = "the flag" if len(parts) == 1 else "these flags"
+        assert set(str(error.value).partition("; leave ")[0].split("; ")) == set(parts)
+        assert str(error.value).endswith(f"; leave {flags} out.")
 
 
 def test_a_moment_that_was_taken_out_is_missed(tmp_path: Path) -> None:
@@ -863,6 +879,21 @@ def test_where_links_are_refused_a_text_file_points_to_the_last(tmp_path: Path, 
     assert os.readlink(last) == "000003"
 
 
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_every_file_of_a_checkpoint_has_the_mode_that_the_umask_gives(tmp_path: Path, umask, mode) -> None:
+    _, module, optimizer, _ = parts()
+    train(module, optimizer)
+    before = os.umask(umask)
+    try:
+        save(tmp_path, 1, module, optimizer)
+        ckpt.convert(tmp_path, dtype="bfloat16")
+    finally:
+        os.umask(before)
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert {p.name: oct(p.stat().st_mode & 0o777) for p in files} == {p.name: oct(mode) for p in files}
+    assert {"model.safetensors", "model_float32.safetensors", ckpt.OPTIMIZER} <= {p.name for p in files}
+
+
 def test_keep_last_deletes_old_checkpoints_of_this_run_and_nothing_else(tmp_path: Path, caplog) -> None:
     _, module, optimizer, _ = parts()
     other = tmp_path / "other"
@@ -997,6 +1028,46 @@ def test_auto_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
     assert ckpt.resolve_resume("auto", tmp_path) is None
 
 
+@pytest.mark.parametrize("what", ["link", "loop", "file"])
+def test_checkpoints_that_are_no_directory_are_no_fresh_start(tmp_path: Path, what) -> None:
+    """A disk that is not mounted: a fresh start would wipe the metrics and fail at the first save."""
+    place = tmp_path / "checkpoints"
+    if what == "file":
+        place.write_text("")
+    else:
+        place.symlink_to(place if what == "loop" else "/mnt/gone")
+    text = f"{place} is a file" if what == "file" else f"{place} leads to {os.readlink(place)}, which is no"
+    tries: list[Any] = [
+        lambda: ckpt.resolve_resume("auto", tmp_path),
+        lambda: ckpt.resolve_resume(tmp_path, None),
+        lambda: ckpt.resolve_resume(place, None),
+        lambda: ckpt.CheckpointWriter(tmp_path),
+    ]
+    for attempt in tries:
+        with pytest.raises(ValueError, match=text) as error:
+            attempt()
+        assert "name another --output-dir" in str(error.value)
+    assert os.path.lexists(place) and names_in(tmp_path) == {"checkpoints"}
+
+
+def test_a_writer_tries_its_directory_and_leaves_no_trace(tmp_path: Path, monkeypatch) -> None:
+    ckpt.CheckpointWriter(tmp_path)
+    assert names_in(tmp_path) == set()
+    save(tmp_path, 1, *parts()[1:3])
+    before = names_in(tmp_path / "checkpoints")
+    ckpt.CheckpointWriter(tmp_path)
+    assert names_in(tmp_path / "checkpoints") == before
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(
+        ValueError, match=r"checkpoints cannot be written \(Read-only file system\); name another"
+    ):
+        ckpt.CheckpointWriter(tmp_path)
+
+
 def test_a_wrong_path_lists_the_checkpoints_found(tmp_path: Path) -> None:
     _, module, optimizer, _ = parts()
     for step in (1, 2):
@@ -1103,7 +1174,66 @@ def test_a_converted_half_precision_file_does_not_round_the_run_that_goes_on(
     everything(tmp_path / "checkpoints/000041")
 
 
-def test_convert_merges_an_adapter_into_its_base(tmp_path: Path) -> None:
+def test_convert_keeps_float32_weights_where_a_smaller_file_would_be_the_last(tmp_path: Path, capsys) -> None:
+    """A folder without training state, as a download is; and shards that --delete-dcp takes away."""
+    model_dir = shutil.copytree(SINGLE / "pretrained_model", tmp_path / "model")
+    want = (model_dir / "model.safetensors").read_bytes()
+    for dtype in ("bfloat16", "float16"):
+        ckpt.convert(model_dir, dtype=dtype)
+    assert (model_dir / "model_float32.safetensors").read_bytes() == want
+    assert f"{model_dir}/model_float32.safetensors keeps the weights" in capsys.readouterr().out
+    half, full = (
+        load_file(model_dir / "model.safetensors"),
+        load_file(model_dir / "model_float32.safetensors"),
+    )
+    assert all(torch.equal(half[k], v.half() if v.is_floating_point() else v) for k, v in full.items())
+    ckpt.convert(model_dir)
+    again = load_file(model_dir / "model.safetensors")
+    assert all(torch.equal(again[k], v) for k, v in full.items())
+
+
+def test_convert_says_what_it_leaves_and_what_is_loaded_from_here_on(
+    every_layout: Path, tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(every_layout / "fsdp2-safetensors_dcp", tmp_path, symlinks=True, dirs_exist_ok=True)
+    step_dir = tmp_path / "checkpoints/000041"
+    ckpt.convert(tmp_path, dtype="bfloat16")
+    shards = step_dir / "pretrained_model/pytorch_model_fsdp_0"
+    assert (
+        f"{shards} is kept, and a --resume goes on from it; --delete-dcp deletes it."
+        in capsys.readouterr().out
+    )
+    assert not (step_dir / "training_state/model_float32.safetensors").exists()
+    ckpt.convert(tmp_path)
+    ckpt.convert(tmp_path, dtype="bfloat16", delete_dcp=True)
+    text = capsys.readouterr().out
+    assert f"{shards} deleted" in text and "model_float32.safetensors keeps the weights" in text
+    resumed = Tiny()
+    ckpt.load_weights(tmp_path, resumed, resume=True)
+    want = number("model.action_head.weight", "weight", torch.Size((3, 5)))
+    assert torch.equal(resumed.model.action_head.weight, want)
+    everything(step_dir)
+
+
+def test_convert_does_not_delete_the_shards_that_alone_hold_an_adapter(tmp_path: Path) -> None:
+    policy, _, optimizer, _ = parts()
+    save(tmp_path / "base", 1, policy, optimizer)
+    adapter = {
+        "base_model.model.model.encoder.1.lora_A.weight": torch.randn(2, 7),
+        "base_model.model.model.encoder.1.lora_B.weight": torch.randn(5, 2),
+    }
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "base_model_name_or_path": str(tmp_path / "base")}
+    kwargs: dict[str, Any] = {"checkpoint_format": "dcp", "sharded": True}
+    save(tmp_path / "lora", 1, policy, optimizer, adapter={"state_dict": adapter, "config": config}, **kwargs)
+    with pytest.raises(ValueError, match="--delete-dcp would delete the only copy of the adapter"):
+        ckpt.convert(tmp_path / "lora", delete_dcp=True)
+    ckpt.convert(tmp_path / "lora")
+    live = {k: torch.zeros_like(v) for k, v in adapter.items()}
+    ckpt.load_weights(tmp_path / "lora", policy, adapter=live, resume=True)
+    assert all(torch.equal(live[k], adapter[k]) for k in live)
+
+
+def test_convert_merges_an_adapter_into_its_base(tmp_path: Path, capsys) -> None:
     policy, _, optimizer, _ = parts()
     save(tmp_path / "base", 1, policy, optimizer)
     base = policy.state_dict()
@@ -1124,6 +1254,11 @@ def test_convert_merges_an_adapter_into_its_base(tmp_path: Path) -> None:
     merged = Tiny()
     ckpt.load_weights(model_dir, merged)
     ckpt.convert(model_dir)
+    said = capsys.readouterr().out
+    assert "The adapter stays beside it for --resume; everything else loads model.safetensors" in said
+    ckpt.show(model_dir)
+    said = capsys.readouterr().out
+    assert f"adapter: safetensors, float32, 39 parameters, r 2, on the base {tmp_path / 'base'}" in said
     file = load_file(model_dir / "model.safetensors")
     want = base["model.encoder.1.weight"] + 3 * b @ a
     torch.testing.assert_close(file["model.encoder.1.weight"], want, rtol=1e-6, atol=1e-6)
@@ -1140,6 +1275,8 @@ def test_show_tells_whole_from_torn(every_layout: Path, tmp_path: Path, capsys) 
     text = capsys.readouterr().out
     assert "000041: whole" in text and "step 41, samples seen 164" in text
     assert "dp_replicate 2, dp_shard 2" in text and "pytorch_model_fsdp_0 in " in text
+    numbers = sum(p.numel() for p in Tiny().parameters())
+    assert f"weights: DCP shards, float32, {numbers:,} parameters\n" in text
     shard = next((tmp_path / "checkpoints/000041/pretrained_model/pytorch_model_fsdp_0").glob("*.distcp"))
     data = shard.read_bytes()
     for damaged in (data[: len(data) // 2], data[:-9] + b"\0" + data[-8:]):
@@ -1148,6 +1285,18 @@ def test_show_tells_whole_from_torn(every_layout: Path, tmp_path: Path, capsys) 
             command("show", "--checkpoint-dir", tmp_path / "checkpoints/000041")
         text = capsys.readouterr().out
         assert ended.value.code == 1 and "torn" in text and shard.name in text
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_ends_show_without_a_traceback(tmp_path: Path, unbuffered) -> None:
+    show = subprocess.Popen(
+        [sys.executable, ROOT / "ckpt.py", "show", "--checkpoint-dir", SINGLE],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert show.stdout is not None and show.stderr is not None
+    show.stdout.close()  # `| head` that has seen enough
+    assert show.stderr.read() == "" and show.wait(120) == 141
 
 
 def test_a_command_on_a_wrong_path_ends_with_one_sentence(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What an upload sends compared with the checkpoint's files: a local server speaks the hub's upload calls."""
+"""What an upload sends, and a download brings, compared with the checkpoint's files: a local server speaks the
+hub's calls."""
 
 import base64
 import hashlib
@@ -14,6 +15,8 @@ import pytest
 import torch
 from conftest import DATA, ROOT
 from safetensors.torch import load
+
+import ckpt
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 REPO = "someone/act-test"
@@ -110,6 +113,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(
                 {"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.address}/{REPO}/commit/0"}
             )
+        elif path == f"/api/models/{REPO}/tree/{'0' * 40}":
+            self.answer(
+                [{"type": "file", "path": p, "size": len(d), "oid": sha1(d)} for p, d in hub.files.items()]
+            )
+        elif path.startswith(f"/{REPO}/resolve/") and path.rpartition("/")[2] in hub.files:
+            data = hub.files[path.rpartition("/")[2]]
+            self.send_response(200)
+            headers = {"ETag": sha1(data), "X-Repo-Commit": "0" * 40, "Content-Length": str(len(data))}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+        elif path.startswith("/api/models/") and REPO not in path:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         elif self.command == "GET" and path in (f"/api/models/{REPO}", f"/api/models/{REPO}/revision/main"):
             self.answer({"id": REPO, "sha": "0" * 40, "siblings": [], "private": False})
         else:
@@ -118,23 +139,88 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_call
 
 
+def sha1(data):
+    return hashlib.sha1(data).hexdigest()
+
+
 def push(hub, step_dir, home, facts=None):
     """Against `hub` alone: `ckpt.py convert --push-to-hub`, or with facts what a run does at its end."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    settings = {
-        "HF_ENDPOINT": hub.address,
-        "HF_TOKEN": "hf_test",
-        "HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-    }
     if facts is None:
         command = [str(ROOT / "ckpt.py"), "convert", "--checkpoint-dir", str(step_dir), "--push-to-hub", REPO]
     else:
         command = ["-c", f"import ckpt; ckpt.upload_policy({str(step_dir)!r}, {REPO!r}, {facts!r})"]
+    return against(hub, home, command)
+
+
+def against(hub, home, command, **settings):
+    """Run Python with this hub as the only one, and caches under `home`."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    settings |= {
+        "HF_ENDPOINT": hub.address, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
     return subprocess.run(
         [sys.executable, *command],
         env=clean | settings, cwd=home, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
+
+
+LOAD = """
+import sys, ckpt, model_act
+try:
+    config, stats = ckpt.load_policy_files(sys.argv[1])
+    policy = model_act.ACTPolicy.from_config_dict(config, stats)
+    ckpt.load_weights(sys.argv[1], policy)
+    print(sum(policy.state_dict()[key].double().sum().item() for key in sorted(policy.state_dict())))
+except ValueError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_policy_of_the_hub_is_downloaded_once_and_then_read_from_the_cache(step_dir, tmp_path, monkeypatch):
+    """Its weights are those of the folder, with and without a network; what is no policy's stays there."""
+    folder = step_dir / "pretrained_model"
+    with Hub() as hub:
+        hub.files = {file.name: file.read_bytes() for file in folder.iterdir()} | {"video.mp4": b"x"}
+        got = against(hub, tmp_path, ["-c", LOAD, REPO])
+        weights = load((folder / "model.safetensors").read_bytes())
+        assert got.stdout == f"{sum(weights[key].double().sum().item() for key in sorted(weights))}\n", (
+            got.stderr
+        )
+        calls = len(hub.calls)
+        assert calls and not any("video.mp4" in call for call in hub.calls)
+        assert against(hub, tmp_path, ["-c", LOAD, REPO]).stdout == got.stdout
+        assert len(hub.calls) == calls
+    assert against(hub, tmp_path, ["-c", LOAD, REPO], HF_HUB_OFFLINE="1").stdout == got.stdout
+    shutil.copytree(folder, tmp_path / REPO)
+    monkeypatch.chdir(tmp_path)
+    assert ckpt.policy_folder(REPO) == REPO  # a folder of that name comes first
+
+
+@pytest.mark.parametrize("trouble", ["no such model", "offline", "no network", "no huggingface_hub"])
+def test_a_policy_that_the_hub_does_not_give_is_one_sentence_with_a_way_out(tmp_path, trouble):
+    name, settings, load_ = "someone/else", {}, LOAD
+    with Hub() as hub:
+        why = "it has no such model, or it is private"
+        if trouble == "no such model":
+            done = against(hub, tmp_path, ["-c", load_, name])
+    if trouble != "no such model":
+        if trouble == "offline":
+            settings, why = {"HF_HUB_OFFLINE": "1"}, "offline mode is enabled"
+        elif trouble == "no network":
+            why = "Connection refused"
+        else:
+            load_ = f"import sys; sys.modules['huggingface_hub'] = None\n{LOAD}"
+            why = "huggingface_hub, which would ask for it, is not installed"
+        done = against(hub, tmp_path, ["-c", load_, name], **settings)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{name} (--policy.path or --checkpoint) is no folder here" in done.stderr and why in done.stderr
+    assert f"`hf download {name} --local-dir DIR`" in done.stderr
+
+
+def test_a_path_that_has_not_the_form_of_a_model_is_not_asked_for(tmp_path):
+    for path in ("a/b/c", "/a/b", "./a", "../a/b", "a", "a/.b", str(tmp_path), "a/"):
+        assert ckpt.policy_folder(path) == path
 
 
 @pytest.fixture
