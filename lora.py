@@ -474,11 +474,13 @@ def merge_checkpoint(adapter_dir: Path, out_dir: Path, base_dir: Path | None = N
             policy_part.update({"use_peft": False} if "use_peft" in policy_part else {})
             content.update({"peft": None} if "peft" in content else {})
             (new / name).write_text(json.dumps(content, indent=4))
-    save_file(
-        {key: value.contiguous() for key, value in merged.items()},
-        new / "model.safetensors",
-        {"format": "pt"},
-    )
+    weights = new / "model.safetensors"
+    weights.touch()
+    mode = (
+        weights.stat().st_mode
+    )  # the umask's; safetensors (0.8) leaves files that only their owner can read
+    save_file({key: value.contiguous() for key, value in merged.items()}, weights, {"format": "pt"})
+    weights.chmod(mode)
     if out_dir.exists():
         out_dir.rmdir()
     new.rename(out_dir)

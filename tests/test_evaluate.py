@@ -356,7 +356,9 @@ def test_the_command_rolls_a_checkpoint_out_as_the_policy_that_was_saved(checkpo
     filmed = [row.pop("video", None) for row in content["rows"]]
     assert content["rows"] == expected and content["config"]["seed"] == 4
     assert filmed[2] is None and {str(film) for film in films.iterdir()} == set(filmed[:2])
-    assert content["step"] == 7 and content["checkpoint"] == str(run_dir / "checkpoints/000007/pretrained_model")
+    assert content["step"] == 7 and content["checkpoint"] == str(
+        run_dir / "checkpoints/000007/pretrained_model"
+    )
     page = (output / "report.html").read_text()
     assert page.count('href="../films/sim_000') == 2 and f"checkpoint: {content['checkpoint']}" in printed
     assert {"episodes.json", "rollout.png", "chunk.svg", "report.html"} <= {p.name for p in output.iterdir()}

@@ -471,6 +471,7 @@ def test_the_merge_command_writes_a_full_checkpoint(trained, tmp_path):
         "peft": None,
         "policy": {"use_peft": False},
     }
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     merged = base_policy()
     merged.load_state_dict(load_file(out / "model.safetensors"), strict=True)
     difference = merged.eval().predict_action_chunk(batch_of(9)) - policy.predict_action_chunk(batch_of(9))
