@@ -534,6 +534,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, deadline_s: float
         for process in ranks:
             process.join(timeout=5 if len(results) == world_size else 0)
             process.kill()
+            process.join()  # until then the process object keeps the queue's semaphores
     return [results[rank] for rank in range(world_size)]
 
 
