@@ -476,9 +476,7 @@ def merge_checkpoint(adapter_dir: Path, out_dir: Path, base_dir: Path | None = N
             (new / name).write_text(json.dumps(content, indent=4))
     weights = new / "model.safetensors"
     weights.touch()
-    mode = (
-        weights.stat().st_mode
-    )  # the umask's; safetensors (0.8) leaves files that only their owner can read
+    mode = weights.stat().st_mode  # the umask's: safetensors (0.8) leaves files for their owner alone
     save_file({key: value.contiguous() for key, value in merged.items()}, weights, {"format": "pt"})
     weights.chmod(mode)
     if out_dir.exists():
