@@ -252,7 +252,7 @@ def _resolve_device(device: str, local_world_size: int) -> str:
     if device == "cuda" and local_world_size > torch.cuda.device_count():
         raise ValueError(
             f"--device=cuda with {local_world_size} processes on this machine needs as many CUDA devices, "
-            f"but torch sees {torch.cuda.device_count()}; change --nproc-per-node, or use --device cpu."
+            f"but torch sees {torch.cuda.device_count()}; start fewer, or use --device cpu."
         )
     return device
 

@@ -233,7 +233,7 @@ def evaluate_in_training(
             directory = Path(run_dir) / "eval" / f"{step:06d}"
             _, warning = write_evaluation(directory, cfg, share, results, policy, samples, {"step": step})
             if warning:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
+                print(f"warning: step {step}: {warning}", file=sys.stderr, flush=True)
             write_report(Path(run_dir), Path(run_dir).name)
     return {k: v for k, v in results.items() if isinstance(v, float)}
 

@@ -753,9 +753,11 @@ def open_data(cfg: Config) -> tuple[data.EpisodeDataset, data.EpisodeDataset | N
         return data.open_dataset(cfg.dataset, cfg.policy.chunk_size)
     height, width = cfg.dataset.image_size or (480, 640)
     shown = sim.Demonstrations(cfg.sim.episodes, cfg.sim.seed, height, width)
-    return data.open_columns(
+    train_set, val_set = data.open_columns(
         cfg.dataset, cfg.policy.chunk_size, shown.columns, list(shown.lengths), shown.fps, shown.cameras
     )
+    train_set.notes.insert(0, f"data set: the embedded two-arm task, {cfg.sim.episodes} demonstrations")
+    return train_set, val_set
 
 
 def build_policy(cfg: Config, dataset: data.EpisodeDataset, source: Path | None) -> model_act.ACTPolicy:
