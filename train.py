@@ -102,6 +102,10 @@ class Config:
     """Name of the run, for the run directory and the tracker."""
     steps: int = 100_000
     """Loop steps: micro-batches per rank."""
+    epochs: float | None = None
+    """Passes over the training frames, in place of --steps, which is derived and printed."""
+    max_hours: float | None = None
+    """Stop with a checkpoint after so many hours, counted from the first step of this start. None: never."""
     batch_size: int = 8
     """Samples per rank and step."""
     num_workers: int | None = None
@@ -203,12 +207,14 @@ def main(argv: list[str] | None = None) -> int:
             lock = lock_run_dir(run_dir(cfg)) if cluster.is_main else None
         dist.set_numerics(cfg.tf32)
         train_set, val_set, policy = build(cfg, cluster, source)
+        with dist.raise_together(cluster):
+            cfg = with_steps(cfg, cluster, len(train_set))
         parts = prepare(cfg, cluster, policy)
         with dist.raise_together(cluster):
             place = load_place(cfg, cluster, parts, source)
             log = RunLog(cfg, cluster, train_set, place)
         writer = checkpoint_writer(cfg, cluster)
-        stop = StopOnSignal(cluster)
+        stop = StopOnSignal(cluster, cfg.max_hours)
         with dist.raise_together(cluster):
             loaders = make_loaders(cfg, cluster, place, train_set, val_set)
     except USER_ERRORS as error:
@@ -514,14 +520,18 @@ def publish(run: Run) -> None:
 
 
 class StopOnSignal:
-    """SIGTERM, SIGUSR1 or Ctrl-C on any rank: all leave the loop after the same step, with a checkpoint.
+    """SIGTERM, SIGUSR1, Ctrl-C or --max-hours on any rank: all leave the loop after the same step, with a
+    checkpoint.
 
     Build it before set-up's last collective, so that every rank listens when the first goes on to start its
     loader's workers, which may take seconds. torchrun and Slurm signal the whole group: the workers ignore it
     (see data.py), this process must not. Before, a signal ends the process at once: nothing is lost.
     """
 
-    def __init__(self, cluster: dist.Cluster) -> None:
+    TIME_IS_UP = 1  # votes are signals' numbers, of which this is none that is caught here
+
+    def __init__(self, cluster: dist.Cluster, max_hours: float | None = None) -> None:
+        self._end = math.inf if max_hours is None else time.monotonic() + max_hours * 3600
         self._seen = 0
         self._agreed = 0
         self._seen_at = math.inf
@@ -550,16 +560,18 @@ class StopOnSignal:
 
     def poll(self) -> bool:
         """Collective: call on every rank at the same steps."""
-        self._agreed = self._vote.poll(self._seen)
+        self._agreed = self._vote.poll(self._seen or self.TIME_IS_UP * (time.monotonic() > self._end))
         return self._agreed > 0
 
     @property
     def exit_code(self) -> int:
         """128 + the signal's number, as a shell has it: 143, 138, 130; 0 without a signal."""
-        return 128 + self._agreed if self._agreed else 0
+        return 128 + self._agreed if self._agreed > self.TIME_IS_UP else 0
 
     @property
     def reason(self) -> str | None:
+        if self._agreed == self.TIME_IS_UP:
+            return "--max-hours"
         return signal.Signals(self._agreed).name if self._agreed else None
 
 
@@ -582,6 +594,10 @@ def check(cfg: Config, cluster: dist.Cluster) -> None:
     for flag in ("num_workers", "save_freq", "eval_freq", "seed"):
         value = getattr(cfg, flag)
         need(value is None or value >= 0, flag.replace("_", "-"), value, "it must be 0 or more")
+    for flag in ("epochs", "max_hours"):
+        value = getattr(cfg, flag)
+        fine = value is None or (math.isfinite(value) and value > 0)
+        need(fine, flag.replace("_", "-"), value, "it must be a positive number")
     need(cfg.seed < 2**63, "seed", cfg.seed, "it must be below 2^63")
     need(cfg.sim.episodes >= 1, "sim.episodes", cfg.sim.episodes, "the embedded task needs a demonstration")
     act_config(cfg.policy)
@@ -653,6 +669,17 @@ def without_effect(cfg: Config, cluster: dist.Cluster, has_validation: bool) -> 
         (cluster.device.type != "cuda" and not cfg.tf32, "--no-tf32 has no effect on a CPU"),
     ]  # fmt: skip
     return [sentence for holds, sentence in found if holds]
+
+
+def with_steps(cfg: Config, cluster: dist.Cluster, num_frames: int) -> Config:
+    """`cfg` with the --steps that --epochs come to, rounded up to whole accumulation windows, and checked."""
+    if cfg.epochs is None:
+        return cfg
+    window = cfg.gradient_accumulation_steps
+    steps = math.ceil(cfg.epochs * num_frames / (cfg.batch_size * cluster.world_size * window)) * window
+    cfg = replace(cfg, steps=steps)
+    check(cfg, cluster)
+    return cfg
 
 
 def with_run_dir(cfg: Config, cluster: dist.Cluster, source: Path | None) -> Config:
@@ -1218,6 +1245,8 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
     if path not in (None, "None"):
         saved_policy, _ = ckpt.load_policy_files(path)
         default = replace(default, policy=with_saved_policy(default.policy, saved_policy, path))
+    if {"steps", "epochs"} <= set(flags):
+        raise ValueError("--steps and --epochs say the same in two ways; give one of them.")
     if "resume" in flags:
         output_dir, resume = last_value(flags, "output_dir"), last_value(flags, "resume") or "auto"
         if resume == "auto" and output_dir is None:
@@ -1236,6 +1265,8 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         words = flags.pop("policy.normalization_mapping")
         mapping = dict(zip(words[::2], words[1::2]))
         default = replace(default, policy=replace(default.policy, normalization_mapping=mapping))
+    if "steps" in flags:
+        default = replace(default, epochs=None)
     config = tyro.cli(
         Config,
         args=lerobot_flags.join_flags(flags, kinds),

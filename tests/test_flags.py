@@ -159,6 +159,8 @@ TABLE = {
 }  # fmt: skip
 ELSEWHERE = {
     "output_dir": "every run of this file",
+    "epochs": "test_pain: they become steps",
+    "max_hours": "test_pain: they end a run with a checkpoint",
     "num_workers": "test_data: workers make the batches of one process",
     "device": "test_dist: refused where there is none",
     "checkpoint_format": "test_train and test_ckpt: shards are written and read",

@@ -366,6 +366,21 @@ def test_the_console_says_how_a_run_ended(tmp_path, capsys):
     assert "is raised to" not in said.err and "statistics: those of " in said.out
 
 
+def test_epochs_become_steps_and_hours_end_a_run_with_a_checkpoint(tmp_path, capsys):
+    flags = ["--batch-size", "32", "--gradient-accumulation-steps", "2", "--save-freq", "0"]
+    assert run(tmp_path / "run", *flags, "--epochs", "1.5", "--max-hours", "1") == 0  # 225 of 150 frames
+    assert "8 steps = 256 samples = 1.71 epochs" in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path / "run")] == [2, 4, 6, 8]
+    assert train.main(["--resume", str(tmp_path / "run"), "--epochs", "2"]) == 0
+    assert "--epochs 1.5 -> 2.0" in capsys.readouterr().out and len(rows(tmp_path / "run")) == 5
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "14", "--max-hours", "1e-9"]) == 0
+    assert re.search(r"stopped \(--max-hours\) at step 12 of 14.*--resume", capsys.readouterr().out)
+    assert os.readlink(tmp_path / "run/checkpoints/last") == "000012"
+    for bad in (["--epochs", "1", "--steps", "2"], ["--epochs", "0"], ["--max-hours", "-1"]):
+        assert run(tmp_path / "bad", *bad) == 1
+        assert bad[0] in capsys.readouterr().err
+
+
 def test_resume_auto_says_what_it_found_and_wants_a_directory(tmp_path, capsys):
     assert train.main([*ENV, "--resume", "auto"]) == 1
     assert "--output-dir" in capsys.readouterr().err
