@@ -12,6 +12,7 @@ inside an initialised gloo group (init_group=False: the torchrun variables are s
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import time
 import traceback
@@ -44,6 +45,11 @@ def _rank_main(function, rank, world_size, port, init_group, args, queue) -> Non
     import torch.distributed
 
     torch.set_num_threads(1)
+    # The server that forks ranks may have been started by a loader, which has its children ignore signals.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     try:
         if init_group:
             torch.distributed.init_process_group("gloo")

@@ -85,7 +85,7 @@ def adapter(key):
 
 # flag: (the run without it, what setting it adds, what must differ)
 TABLE = {
-    "preset": (ENV, ["--preset", "demo", "--save-freq", "1"], lambda s: s.run_config["eval"]),
+    "preset": (ENV, ["--preset", "demo", "--save-freq", "1"], lambda s: s.run_config["policy"]["optimizer_lr"]),
     "job_name": (ENV, ["--job-name", "mine"], lambda s: s.run_config["job_name"]),
     "steps": (ENV, ["--steps", "3"], lambda s: len(s.train)),
     "batch_size": (ENV, ["--batch-size", "3"], lambda s: s.train[0]["samples"]),

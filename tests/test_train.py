@@ -214,7 +214,7 @@ def test_a_lerobot_command_line_does_what_our_own_spelling_does(tmp_path):
 
 
 BAD = {
-    "--policy.type=diffusion": "always act",
+    "--policy.type=diffusion": "trains ACT only",
     "--ema.enable=true": "--ema.enable",
     "--prefetch_factor=8": "--num-workers",
     "--env.type=pusht": "gym-aloha",
