@@ -237,28 +237,6 @@ def test_two_agents_that_find_each_other_give_the_curve_of_one_process(start, tm
     assert_same_curve(rows(tmp_path / "run"), rows(tmp_path / "whole"))
 
 
-@pytest.mark.long
-def test_a_killed_agent_comes_back_and_the_run_ends_as_if_it_had_not_been_away(start, tmp_path):
-    """The other agent notices after 15 s, torchrun's keep-alive; the ranks of the dead one die of silence."""
-    flags = ["--steps", "600", "--save-freq", "20", "--keep-last", "2", "--log-freq", "100"]
-    argv = [*ENV, *flags, "--output-dir", str(tmp_path / "whole")]
-    assert run_ranks(2, train_rank, argv, init_group=False, deadline_s=240) == [0, 0]
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    launch = torchrun("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", endpoint)
-    command = [*launch, *flags, "--output-dir", str(tmp_path / "run"), "--resume", "auto"]
-    stays = start(*command)
-    stays.until(lambda: bool(children(stays.process.pid)))  # it holds the store, so it comes first
-    leaves = start(*command)
-    both = [stays, leaves]
-    stays.until(lambda: any(job.has_said("checkpoint 40 ") for job in both), deadline_s=240)
-    leaves.process.kill()
-    again = start(*command)
-    assert [job.ends(400) for job in (stays, again)] == [0, 0], "".join(stays.said + again.said)
-    said = stays.said + leaves.said + again.said
-    assert sum(line.startswith("run: ") for line in said) >= 2, "".join(said)
-    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
-
-
 # ---- what LeRobot began
 
 
