@@ -237,6 +237,29 @@ def test_two_agents_that_find_each_other_give_the_curve_of_one_process(start, tm
     assert_same_curve(rows(tmp_path / "run"), rows(tmp_path / "whole"))
 
 
+@pytest.mark.long
+def test_a_killed_agent_is_replaced_and_the_run_ends_as_if_it_had_not_been(start, tmp_path, monkeypatch):
+    """Its rank trains on, an orphan, until torchrun has missed the agent (here for 3 s) and takes a new one in."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    flags = ["--steps", "1500", "--save-freq", "50", "--keep-last", "2", "--log-freq", "250"]
+    argv = [*ENV, *flags, "--output-dir", str(tmp_path / "whole")]
+    assert run_ranks(2, train_rank, argv, init_group=False, deadline_s=240) == [0, 0]
+    launch = torchrun("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+                      f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+                      "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3")  # fmt: skip
+    command = [*launch, *flags, "--output-dir", str(tmp_path / "run"), "--resume", "auto"]
+    stays = start(*command)
+    time.sleep(5)  # whoever comes first holds the meeting point
+    leaves = start(*command)
+    stays.until((tmp_path / "run/checkpoints/000100").exists, deadline_s=240)
+    leaves.process.kill()
+    time.sleep(6)
+    again = start(*command)
+    assert [job.ends(400) for job in (stays, again)] == [0, 0], "".join(stays.said + again.said)
+    assert "stopped (SIGTERM)" in "".join(stays.said + leaves.said + again.said)
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
 # ---- what LeRobot began
 
 
