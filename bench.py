@@ -925,10 +925,8 @@ def memory(device: torch.device, reset: bool = False) -> int:
     try:
         if reset:
             libc = ctypes.CDLL(None)
-            if hasattr(
-                libc, "malloc_trim"
-            ):  # else the row before leaves memory that this one seems not to need
-                libc.malloc_trim(0)
+            if hasattr(libc, "malloc_trim"):
+                libc.malloc_trim(0)  # else this row seems not to need what the one before has left
             Path("/proc/self/clear_refs").write_text("5")
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -105,7 +105,7 @@ class Config:
     epochs: float | None = None
     """Passes over the training frames, in place of --steps, which is derived and printed."""
     max_hours: float | None = None
-    """Stop with a checkpoint after so many hours, counted from the first step of this start. None: never."""
+    """Stop with a checkpoint after so many hours, counted from the end of set-up. None: never."""
     batch_size: int = 8
     """Samples per rank and step."""
     num_workers: int | None = None
@@ -193,7 +193,7 @@ USER_ERRORS = (ValueError, OSError, ImportError)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line to its end. Returns the exit code: 0, 1, or 143 / 138 after SIGTERM / SIGUSR1."""
+    """Run a command line to its end. Returns the exit code: 0, 1, or 128 + a signal's number."""
     made = None
     try:
         cfg, source = parse_command_line(sys.argv[1:] if argv is None else argv)
@@ -938,6 +938,8 @@ def load_place(cfg: Config, cluster: dist.Cluster, parts: Parts, source: Path | 
             f"goes on, the curve is another one.{keeps}",
             file=sys.stderr,
         )
+    if isinstance(state.get("best"), float):
+        state["best"] = [state["best"]]  # as checkpoints had it before ties were decided
     known = {f.name for f in dataclasses.fields(Place)}
     return Place(**{key: value for key, value in state.items() if key in known})
 
@@ -1259,9 +1261,8 @@ def parse_command_line(argv: list[str]) -> tuple[Config, Path | None]:
         default = replace(default, resume=resume)
         if (last_value(given, f"{default.tracker}.enable") or "").lower() == "false":
             flags.setdefault("tracker", ["none"])  # --wandb.enable=false, and the saved run had it on
-    if (
-        "policy.normalization_mapping" in flags
-    ):  # tyro would take single keys only, --policy.normalization-mapping.STATE
+    if "policy.normalization_mapping" in flags:
+        # tyro would take single keys only: --policy.normalization-mapping.STATE
         words = flags.pop("policy.normalization_mapping")
         mapping = dict(zip(words[::2], words[1::2]))
         default = replace(default, policy=replace(default.policy, normalization_mapping=mapping))
@@ -1408,6 +1409,5 @@ def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        elastic.record(main)()
-    )  # torchrun's last words are then the traceback of the rank that failed first
+    # torchrun's last words are then the traceback of the rank that failed first.
+    sys.exit(elastic.record(main)())

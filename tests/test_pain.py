@@ -311,6 +311,16 @@ def test_equal_success_is_decided_by_the_validation_loss(tmp_path, monkeypatch):
     assert os.readlink(tmp_path / "run/checkpoints/best") == "000004"
 
 
+def test_a_checkpoint_whose_best_is_one_number_goes_on(tmp_path):
+    assert run(tmp_path / "run", *VAL, "--steps", "2") == 0
+    at = tmp_path / "run/checkpoints/000002/training_state"
+    state = json.loads((at / "training_step.json").read_text())
+    assert isinstance(state["best"], list)
+    (at / "training_step.json").write_text(json.dumps(state | {"best": state["best"][0]}))
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert [row["step"] for row in rows(tmp_path / "run") if "val_l1_loss" in row] == [0, 2, 4]
+
+
 # ---- what the console and the defaults say
 
 
