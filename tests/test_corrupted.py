@@ -1,6 +1,6 @@
 """200 corrupted inputs against one rule: the command that reads one ends with one sentence that names the file.
 
-A data set goes through what a run reads at its start (`data.open_dataset`, frames cached) and through
+A dataset goes through what a run reads at its start (`datasets.open_dataset`, frames cached) and through
 `python data.py check`; a run directory through `python train.py --resume`. Each case has a deadline, and the
 sentence is the last line on stderr, without a traceback. What only costs a convenience (names of tasks, rows of
 metrics.jsonl), is contradicted by the data (stored statistics that can be read) or may be meant (a configuration that was edited
@@ -35,6 +35,7 @@ from test_train import ENV
 
 import data
 import train
+from extras import check_data, datasets, frames, lerobot_data
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -319,7 +320,7 @@ CHECKPOINT_FILES = {
     f"{STATE}/training_step.json": False,
     f"{STATE}/optimizer_param_groups.json": False,
     f"{STATE}/optimizer_names.json": False,
-    f"{STATE}/rng_state_ranks.safetensors": False,
+    f"{STATE}/rng_state.safetensors": False,
     f"{STATE}/checksums.json": False,
 }
 SHARDS = [
@@ -421,7 +422,8 @@ def make_images(root: Path) -> None:
     """The same with the pictures inside the table, as PNG."""
     from torchvision.io import encode_png
 
-    train_set, _ = data.open_dataset(data.DatasetConfig(root=str(make(root, make_video)), cache="off"), 4)
+    cfg = data.DatasetConfig(root=str(make(root, make_video)), cache="off")
+    train_set, *_ = datasets.open_dataset(cfg, 4)
     frames = train_set.get_batch(np.arange(24))[TOP]
     images = [{"bytes": encode_png(frame).numpy().tobytes(), "path": None} for frame in frames]
     pq.write_table(pq.read_table(root / TABLE).append_column(TOP, pa.array(images)), root / TABLE)
@@ -510,10 +512,13 @@ def started(root: Path, cache: Path) -> tuple[str | None, list[str]]:
     """(the sentence that refuses a data set or None, its warnings), at the start of a run."""
     cfg = data.DatasetConfig(root=str(root), cache="disk", cache_dir=str(cache))
     try:
-        train_set, _ = data.open_dataset(cfg, 4)
-    except ValueError as error:
+        *_, notes = datasets.open_dataset(cfg, 4)
+    except data.UserError as error:
         return str(error), []
-    return None, [note for note in train_set.notes if note.startswith("warning")]
+    except ValueError as error:
+        assert type(error).__name__ in ("UserError", "DatasetError"), repr(error)
+        return str(error), []
+    return None, [note.text for note in notes if note.level == "warning"]
 
 
 def resumed(root: Path, target: Path, form: str, capsys) -> tuple[str | None, list[str]]:
@@ -542,7 +547,7 @@ def test_a_corrupted_input_is_one_sentence_that_names_it(name, sound, tmp_path, 
         warnings.simplefilter("ignore")
         if (root / "meta").is_dir():
             refused, warned = started(root, tmp_path / "cache")
-            problems, *_ = data.check_dataset(data.DatasetConfig(root=str(root)), 4)
+            problems, *_ = check_data.check_dataset(data.DatasetConfig(root=str(root)), 4)
         else:
             refused, warned = resumed(root, tmp_path, case.tree, capsys)
     warned += caplog.messages
@@ -569,13 +574,50 @@ def test_the_table_has_200_inputs_of_every_kind_of_file():
     }
 
 
+BUGS = [AttributeError, TypeError, KeyError, NameError, AssertionError]
+READING = {
+    "paths of the metadata": ("video", lerobot_data, "inside"),
+    "order of the episodes": ("v21", lerobot_data, "in_order"),
+    "checked entries": ("video", lerobot_data, "entry"),
+    "statistics": ("video", lerobot_data, "stats_entry"),
+    "a column of a table": ("video", lerobot_data, "to_numpy"),
+    "rows of an episode": ("v21", lerobot_data, "episode_rows"),
+    "times of the rows": ("images", lerobot_data, "check_times"),
+    "which frame of a video": ("video", lerobot_data, "match_frames"),
+    "a scan that was kept": ("video", frames, "_kept_scan"),
+    "a frame of a video": ("video", frames._Decoder, "_go_to"),
+    "image files": ("images", lerobot_data, "image_files"),
+    "an image in a cell": ("images", lerobot_data, "image_content"),
+    "the check of an image": ("images", frames, "is_whole_image"),
+    "the map of an image": ("images", frames, "_make_room"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("reading", READING)
+def test_a_bug_of_ours_while_reading_is_not_blamed_on_a_file(reading, bug, sound, tmp_path, monkeypatch):
+    """A researcher's slip in a copy of this code must show its traceback, not "the file is corrupt"."""
+    tree, owner, name = READING[reading]
+    root = sound(tree)
+
+    def slip(*_, **__):
+        raise bug("a slip of ours")
+
+    monkeypatch.setattr(owner, name, slip)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for read in (datasets.open_dataset, check_data.check_dataset):
+        with pytest.raises(bug, match="a slip of ours") as caught:
+            read(data.DatasetConfig(root=str(root), cache="off"), 4)
+        assert caught.type is bug
+
+
 @pytest.mark.parametrize("tree", ["video", "images", "v21", "safetensors", "dcp", "adapter"])
 def test_a_sound_tree_passes_without_a_word(tree, sound, tmp_path, capsys, caplog):
     root = Path(shutil.copytree(sound(tree), tmp_path / "tree", symlinks=True))
     caplog.set_level(logging.WARNING)
     if (root / "meta").is_dir():
         assert started(root, tmp_path / "cache") == (None, [])
-        assert data.check_dataset(data.DatasetConfig(root=str(root)), 4)[0] == []
+        assert check_data.check_dataset(data.DatasetConfig(root=str(root)), 4)[0] == []
     else:
         assert resumed(root, tmp_path, tree, capsys)[0] is None
     assert not caplog.messages

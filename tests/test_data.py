@@ -27,7 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data import DatasetConfig, SampleOrder, TrainBatches, ValBatches, make_loader, open_dataset, to_device
+from data import DatasetConfig, SampleOrder, TrainBatches, ValBatches, make_loader, to_device
+from extras import assembly, check_data, datasets, frames, lerobot_data
 
 av = pytest.importorskip("av")
 pa = pytest.importorskip("pyarrow")
@@ -50,9 +51,23 @@ def reference(name: str) -> Path:
     return DATA / name if (DATA / name).exists() else shared("data", name)
 
 
+def open_dataset(cfg, chunk_size):
+    return datasets.open_dataset(cfg, chunk_size)[:2]
+
+
 def opened(root, chunk_size=100, **flags):
     flags = {"cache": "off"} | flags
     return open_dataset(DatasetConfig(root=str(root), **flags), chunk_size)
+
+
+def lines(notes) -> list[str]:
+    """Notes as the console shows them."""
+    return [f"warning: {note.text}" if note.level == "warning" else note.text for note in notes]
+
+
+def notes_of(root, chunk_size=100, **flags) -> list[str]:
+    cfg = DatasetConfig(root=str(root), **({"cache": "off"} | flags))
+    return lines(datasets.open_dataset(cfg, chunk_size)[2])
 
 
 def refusal(root, **flags) -> str:
@@ -162,7 +177,7 @@ def write_set(
     (root / "meta" / "info.json").write_text(json.dumps(info))
     state, action = (np.array(columns[key].to_pylist()) for key in ("observation.state", "action"))
     stats = {
-        key: {n: v.tolist() for n, v in data._measure(values).items()}
+        key: {n: v.tolist() for n, v in data.measure(values).items()}
         for key, values in (("observation.state", state), ("action", action))
     }
     stats[TOP] = {"mean": [[[0.315]]] * 3, "std": [[[0.179]]] * 3}
@@ -332,7 +347,7 @@ def test_a_v21_set_gives_the_same_batches_as_v30(counted, tmp_path):
     (old / "meta" / "episodes.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (old / "meta" / "tasks.jsonl").write_text('{"task_index": 0, "task": "count"}\n')
     train, _ = opened(old)
-    assert "computed" in next(note for note in train.notes if note.startswith("statistics"))
+    assert "computed" in next(note for note in notes_of(old) if note.startswith("statistics"))
     a, b = new.get_batch(np.arange(24)), train.get_batch(np.arange(24))
     assert [shown(frame) for frame in b[TOP]] == list(range(24))
     for key in set(a) - {TOP}:
@@ -425,7 +440,7 @@ def test_a_jpeg_may_have_bytes_behind_its_end_but_not_lack_it(trailer, tmp_path)
     for left in (0.3, 0.7, 0.95):
         content = jpeg(1)
         cut = content[: int(left * (len(content) - len(trailer)))]
-        assert not data._is_whole_image(cut) and not data._is_whole_image(cut + b"\n")
+        assert not frames.is_whole_image(cut) and not frames.is_whole_image(cut + b"\n")
 
 
 def test_the_work_at_the_start_grows_with_the_episodes_and_not_with_their_square(tmp_path, monkeypatch):
@@ -503,16 +518,15 @@ def test_a_set_whose_state_has_another_name_is_warned_of(tmp_path, counted):
     text = (root / "meta" / "info.json").read_text()
     (root / "meta" / "info.json").write_text(text.replace('"observation.state"', '"observation.qpos"'))
     cfg = DatasetConfig(root=str(root), cache="off")
-    words = "the policy gets no robot state; the data set has observation.qpos: give --dataset.state-key."
-    for notes in (opened(root)[0].notes, data.check_dataset(cfg, 8)[1]):
-        assert f"warning: {words}" in notes
-    assert "no robot state" not in str(opened(root, state_key="observation.qpos")[0].notes)
+    words = "the policy gets no robot state; the dataset has observation.qpos: give --dataset.state-key."
+    assert f"warning: {words}" in notes_of(root) and words in check_data.check_dataset(cfg, 8)[1]
+    assert "no robot state" not in str(notes_of(root, state_key="observation.qpos"))
     (root / "meta" / "info.json").write_text(
         text.replace('"observation.state"', '"observation.environment_state"')
     )
     names = [name.replace("qpos", "environment_state") for name in names]
     pq.write_table(table.rename_columns(names), root / TABLE)
-    assert "no robot state" not in str(opened(root)[0].notes)
+    assert "no robot state" not in str(notes_of(root))
 
 
 def test_a_feature_that_is_not_used_may_have_any_shape(tmp_path, counted):
@@ -523,7 +537,7 @@ def test_a_feature_that_is_not_used_may_have_any_shape(tmp_path, counted):
         "none": {"dtype": "int64"},
     }
     edit_json(root / "meta" / "info.json", lambda info: info["features"].update(more))
-    assert len(opened(root)[0]) == 24 and not data.check_dataset(DatasetConfig(root=str(root)), 8)[0]
+    assert len(opened(root)[0]) == 24 and not check_data.check_dataset(DatasetConfig(root=str(root)), 8)[0]
     for key, shape in (("empty", r"\[0\]"), ("none", "None")):
         assert re.search(rf"info.json: feature {key} has shape {shape}", refusal(root, state_key=key))
 
@@ -531,7 +545,7 @@ def test_a_feature_that_is_not_used_may_have_any_shape(tmp_path, counted):
 def test_scalar_action_and_episodes_of_1_3_and_100_frames(tmp_path):
     lengths = [1, 3, 100]
     values = np.arange(104, dtype=np.float32)
-    train, _ = data.open_columns(
+    train, _, _ = data.open_columns(
         DatasetConfig(),
         100,
         {"action": values[:, None], "observation.environment_state": values[:, None]},
@@ -547,8 +561,8 @@ def test_scalar_action_and_episodes_of_1_3_and_100_frames(tmp_path):
     )
     assert batch["action"][1, :, 0].tolist() == [1, 2] + [3] * 98
     assert train.features[0] == {"observation.environment_state": {"type": "ENV", "shape": [1]}}
-    short, _ = data.open_columns(DatasetConfig(), 1000, {"action": values[:, None]}, lengths, 50, {})
-    assert any("padding: 3 of 3 episodes" in note for note in short.notes)
+    *_, notes = datasets.open_columns(DatasetConfig(), 1000, {"action": values[:, None]}, lengths, 50, {})
+    assert any("padding: 3 of 3 episodes" in note for note in lines(notes))
 
 
 # ---- episodes and statistics -------------------------------------------------------------------------------
@@ -568,7 +582,7 @@ def test_a_subset_holds_whole_episodes_and_raw_chunks(chosen):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ({"episodes": (5,)}, "names episode 5; the data set has 0 to 4"), ({"episodes": (-1,)}, "names episode -1"),
+    ({"episodes": (5,)}, "names episode 5; the dataset has 0 to 4"), ({"episodes": (-1,)}, "names episode -1"),
     ({"episodes": (1, 2, 1)}, "names episode 1 twice"), ({"episodes": ()}, "is empty"),
     ({"val_episodes": (9,)}, "--dataset.val-episodes names episode 9"), ({"val_split": 1.0}, "--dataset.val-split=1.0"),
     ({"val_split": -0.1}, "--dataset.val-split"), ({"val_split": 0.2, "val_episodes": (1,)}, "do the same"),
@@ -580,6 +594,18 @@ def test_a_subset_holds_whole_episodes_and_raw_chunks(chosen):
 ])  # fmt: skip
 def test_a_wrong_flag_is_refused_in_one_sentence_that_names_it(flags, words):
     assert words in refusal(reference("two_cam_v3"), **flags)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"min_std": -1.0}, "--dataset.min-std=-1.0"), ({"min_std": float("nan")}, "--dataset.min-std=nan"),
+    ({"image_size": (0, 10)}, "--dataset.image-size=(0, 10)"), ({"image_size": (9000, 10)}, "--dataset.image-size=(9000, 10)"),
+    ({"tolerance_s": 0.0}, "--dataset.tolerance-s=0.0"), ({"val_split": 1.5}, "--dataset.val-split=1.5"),
+    ({"chunk_size": 0}, "--policy.chunk-size=0"), ({"episodes": ()}, "--dataset.episodes is empty"),
+    ({"episodes": (1, 1)}, "--dataset.episodes names episode 1 twice"),
+])  # fmt: skip
+def test_a_flag_that_fits_no_dataset_is_refused_before_anything_is_read(flags, words, tmp_path):
+    assert words in refusal(tmp_path / "nowhere", **flags)
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_validation_episodes_are_held_out_of_samples_and_statistics():
@@ -603,23 +629,27 @@ def test_the_statistics_are_those_of_the_episodes_trained_on():
         torch.testing.assert_close(
             train.stats["action"][stat], torch.tensor(getattr(action, stat)(0), dtype=torch.float32)
         )
-    assert any(note.startswith("statistics from 2 of 5 episodes") for note in train.notes)
-    frames = train.get_batch(np.arange(60))[TOP].double() / 255
+    notes = notes_of(root, episodes=(1, 3), use_imagenet_stats=False)
+    assert any(note.startswith("statistics from 2 of 5 episodes") for note in notes)
+    pixels = train.get_batch(np.arange(60))[TOP].double() / 255
     assert train.stats[TOP]["mean"].shape == (3, 1, 1)
     torch.testing.assert_close(
-        train.stats[TOP]["mean"].double().flatten(), frames.mean((0, 2, 3)), atol=0.01, rtol=0
+        train.stats[TOP]["mean"].double().flatten(), pixels.mean((0, 2, 3)), atol=0.01, rtol=0
     )
     torch.testing.assert_close(
-        train.stats[TOP]["std"].double().flatten(), frames.std((0, 2, 3)), atol=0.01, rtol=0
+        train.stats[TOP]["std"].double().flatten(), pixels.std((0, 2, 3)), atol=0.01, rtol=0
     )
 
 
 def test_the_per_episode_statistics_of_all_episodes_join_to_the_whole_sets():
     root = reference("two_cam_v3")
-    meta = data._read_metadata(root, data._Findings(strict=True))
-    joined = data._aggregate(meta.episode_stats(TOP))
+    meta = lerobot_data.read_metadata(root)
+    joined, (stats, _) = (
+        datasets.aggregate(lerobot_data.episode_stats(meta, TOP)),
+        lerobot_data.read_stats(meta),
+    )
     for stat in ("mean", "std", "min", "max"):
-        np.testing.assert_allclose(joined[stat], meta.stats[TOP][stat], rtol=1e-6)
+        np.testing.assert_allclose(joined[stat], stats[TOP][stat], rtol=1e-6)
 
 
 def test_a_joint_that_hardly_moves_gets_the_least_std_and_a_warning():
@@ -628,10 +658,10 @@ def test_a_joint_that_hardly_moves_gets_the_least_std_and_a_warning():
             np.float32
         )
     }
-    train, _ = data.open_columns(DatasetConfig(), 5, columns, [50], 50, {})
+    train, _, notes = data.open_columns(DatasetConfig(), 5, columns, [50], 50, {})
     assert train.stats["action"]["std"][1] == np.float32(1e-3) and train.stats["action"]["std"][0] > 0.5
-    assert any("action hardly moves in joint 1" in note for note in train.notes)
-    exact, _ = data.open_columns(DatasetConfig(min_std=0.0), 5, columns, [50], 50, {})
+    assert any("action hardly moves in joint 1" in note for note in lines(notes))
+    exact, _, _ = data.open_columns(DatasetConfig(min_std=0.0), 5, columns, [50], 50, {})
     assert 1e-4 < exact.stats["action"]["std"][1] < 2e-4
 
 
@@ -644,27 +674,26 @@ def test_image_statistics_off_by_a_factor_are_replaced_by_imagenets_or_warned_of
     edit_json(root / "meta" / "stats.json", lambda stats: stats[TOP].update(wrong))
     train, _ = opened(root)
     assert train.stats[TOP]["std"].flatten().tolist() == pytest.approx(list(data.IMAGENET["std"]))
-    own, _ = opened(root, use_imagenet_stats=False)
-    assert any(note.startswith("warning") and str(std) in note and TOP in note for note in own.notes)
+    own = notes_of(root, use_imagenet_stats=False)
+    assert any(note.startswith("warning") and str(std) in note and TOP in note for note in own)
 
 
 def test_stale_statistics_warn_with_both_numbers(tmp_path):
     root = copied(reference("env_state_v3"), tmp_path / "set")
     edit_json(root / "meta" / "stats.json", lambda stats: stats["action"]["mean"].__setitem__(3, 7.5))
-    train, _ = opened(root)
     assert any(
         re.search(r"warning: the mean of action, joint 3 is 7.5 in the statistics and -0.1169", n)
-        for n in train.notes
+        for n in notes_of(root)
     )
 
 
 def test_the_note_on_the_statistics_names_what_was_computed_anew(tmp_path):
     root = copied(reference("env_state_v3"), tmp_path / "set")
-    assert any(note.endswith("(meta/stats.json)") for note in opened(root)[0].notes)
+    assert any(note.endswith("(meta/stats.json)") for note in notes_of(root))
     edit_json(
         root / "meta" / "stats.json", lambda stats: stats["action"]["mean"].__setitem__(0, float("nan"))
     )
-    note = next(note for note in opened(root)[0].notes if note.startswith("statistics from"))
+    note = next(note for note in notes_of(root) if note.startswith("statistics from"))
     assert note.endswith("(meta/stats.json; action computed from the rows)")
 
 
@@ -679,7 +708,7 @@ def test_gray_cameras_are_repeated_and_depth_cameras_refused(tmp_path, counted):
     assert train.stats[TOP]["mean"].flatten().tolist() == pytest.approx(
         [0.315] * 3
     )  # its own, not ImageNet's
-    assert any("one channel" in note for note in train.notes)
+    assert any("one channel" in note for note in notes_of(root))
     edit_json(
         root / "meta" / "info.json", lambda info: info["features"][TOP].update(info={"is_depth_map": True})
     )
@@ -727,7 +756,7 @@ class Counted:
 
     def __init__(self, lengths=(4, 1, 5), chunk_size=3):
         columns = {"action": np.arange(sum(lengths), dtype=np.float32)[:, None]}
-        self.set, _ = data.open_columns(DatasetConfig(), chunk_size, columns, lengths, 50, {})
+        self.set, _, _ = data.open_columns(DatasetConfig(), chunk_size, columns, lengths, 50, {})
 
 
 def ids(batches, steps) -> list[list[int]]:
@@ -735,14 +764,14 @@ def ids(batches, steps) -> list[list[int]]:
 
 
 def test_a_run_stopped_after_any_step_goes_on_in_the_same_order_on_any_number_of_ranks():
-    frames = Counted().set
-    whole = ids(TrainBatches(frames, 3, 4, 0, 1, 1, 10), range(10))  # 40 samples: 4 epochs
+    episodes = Counted().set
+    whole = ids(TrainBatches(episodes, 3, 4, 0, 1, 1, 10), range(10))  # 40 samples: 4 epochs
     flat = [index for batch in whole for index in batch]
     assert all(sorted(flat[k : k + 10]) == list(range(10)) for k in range(0, 40, 10))
     for stopped in range(10):
         for world in (1, 2, 4):
             ranks = [
-                TrainBatches(frames, 3, 4 // world, r, world, 1, 10, stopped, 4 * stopped)
+                TrainBatches(episodes, 3, 4 // world, r, world, 1, 10, stopped, 4 * stopped)
                 for r in range(world)
             ]
             joined = [
@@ -755,15 +784,15 @@ def test_a_run_stopped_after_any_step_goes_on_in_the_same_order_on_any_number_of
     "world, accumulation, batch_size", [(1, 1, 8), (2, 1, 4), (1, 2, 4), (2, 2, 2), (4, 2, 1), (1, 8, 1)]
 )
 def test_num_valid_makes_the_mean_over_pieces_the_undivided_mean(world, accumulation, batch_size):
-    frames = Counted((4, 1, 5, 7), 4).set
-    whole = TrainBatches(frames, 0, 8, 0, 1, 1, 6)
+    episodes = Counted((4, 1, 5, 7), 4).set
+    whole = TrainBatches(episodes, 0, 8, 0, 1, 1, 6)
     for window in range(6):
         batch = whole[window]
         assert batch["num_valid"] == (~batch["action_is_pad"]).sum()
         total = batch["action"][~batch["action_is_pad"]].sum() / batch["num_valid"]
         steps = range(window * accumulation, (window + 1) * accumulation)
         pieces = [
-            TrainBatches(frames, 0, batch_size, rank, world, accumulation, 6 * accumulation)[step]
+            TrainBatches(episodes, 0, batch_size, rank, world, accumulation, 6 * accumulation)[step]
             for step in steps
             for rank in range(world)
         ]
@@ -772,9 +801,21 @@ def test_num_valid_makes_the_mean_over_pieces_the_undivided_mean(world, accumula
         assert [s for piece in pieces for s in piece["noise_seed"].tolist()] == batch["noise_seed"].tolist()
 
 
+@pytest.mark.parametrize(
+    "accumulation, start, steps", [(1, 0, 5), (4, 0, 8), (4, 2, 7), (3, 5, 6), (3, 6, 6), (2, 3, 12)]
+)
+def test_windows_cover_the_run_once_and_agree_with_the_window_of_each_step(accumulation, start, steps):
+    batches = TrainBatches(Counted().set, 0, 2, 0, 1, accumulation, steps, start, 2 * start)
+    windows = list(batches.windows())
+    assert [step for window in windows for step in window] == list(range(start, steps)) == list(batches.steps)
+    for window in windows:
+        assert all(batches.window(step) == window for step in window)
+        assert len({step // accumulation for step in window}) == 1
+
+
 def test_num_valid_counts_the_window_that_a_resume_or_the_end_cuts_short():
-    frames = Counted().set
-    batches = TrainBatches(frames, 0, 2, 0, 1, 4, 7, start_step=2, samples_seen=4)
+    episodes = Counted().set
+    batches = TrainBatches(episodes, 0, 2, 0, 1, 4, 7, start_step=2, samples_seen=4)
     for window in ((2, 3), (4, 5, 6)):
         valid = sum(int((~batches[s]["action_is_pad"]).sum()) for s in window)
         assert [float(batches[s]["num_valid"]) for s in window] == pytest.approx(
@@ -784,8 +825,8 @@ def test_num_valid_counts_the_window_that_a_resume_or_the_end_cuts_short():
 
 @pytest.mark.parametrize("world, batch_size", [(1, 4), (2, 3), (4, 4), (3, 1)])
 def test_validation_sees_every_sample_once_in_batches_of_one_shape(world, batch_size):
-    frames = Counted().set
-    ranks = [ValBatches(frames, batch_size, rank, world) for rank in range(world)]
+    episodes = Counted().set
+    ranks = [ValBatches(episodes, batch_size, rank, world) for rank in range(world)]
     assert len({len(rank) for rank in ranks}) == 1
     seen = []
     for batch in (rank[i] for i in range(len(ranks[0])) for rank in ranks):
@@ -797,6 +838,19 @@ def test_validation_sees_every_sample_once_in_batches_of_one_shape(world, batch_
 # ---- loader ------------------------------------------------------------------------------------------------
 def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_one_sample_is_a_row_of_its_batch_and_a_plain_dataloader_works(counted):
+    train, val = opened(counted, chunk_size=4, val_split=0.3)
+    batch = train.get_batch(np.arange(len(train)))
+    for index in (0, 6, len(train) - 1):
+        assert same(train[index], {key: values[index] for key, values in batch.items()})
+    with pytest.raises(IndexError):
+        train[len(train)]
+    loader = torch.utils.data.DataLoader(train, batch_size=5)
+    joined = list(loader)
+    assert same({key: torch.cat([part[key] for part in joined]) for key in batch}, batch)
+    assert len(list(torch.utils.data.DataLoader(val, batch_size=2, shuffle=True))) == 3
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -814,9 +868,9 @@ def test_workers_of_every_start_method_give_the_batches_of_one_process(method, c
 
 
 class Slow:
-    """A frame source that reports its process, and fails on row 5."""
+    """A data.FrameSource that takes its time, and fails on row 5."""
 
-    shape = (2, 2)
+    shape, thread_safe = (2, 2), False
 
     def __init__(self, rows, fails=False):
         self.rows, self.fails = rows, fails
@@ -824,8 +878,15 @@ class Slow:
     def __len__(self):
         return self.rows
 
-    def cache_key(self):
-        return "slow"
+    def span_key(self, start, stop):
+        return f"slow {start} {stop}"
+
+    def in_order(self, start, stop):
+        return (self.get(row) for row in range(start, stop))
+
+    def read_into(self, rows, out):
+        for frame, row in zip(out, rows.tolist()):
+            frame.copy_(torch.from_numpy(self.get(row)).permute(2, 0, 1))
 
     def get(self, row):
         if self.fails and row == 5:
@@ -875,7 +936,7 @@ def test_a_signal_while_workers_start_is_kept_for_our_handler():
     got = []
     before = signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
     try:
-        with data._deaf_children():
+        with data.signals_blocked():
             os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.01)
         assert got == [1]
@@ -935,7 +996,7 @@ def test_too_little_shared_memory_is_a_sentence(counted, monkeypatch):
     with pytest.raises(
         ValueError, match=r"--num-workers=2 needs 1\.6 MB .* 0\.1 MB are free; use fewer workers"
     ):
-        make_loader(TrainBatches(train, 0, 32, 0, 1, 1, 5), 2)
+        assembly.check_shared_memory(TrainBatches(train, 0, 32, 0, 1, 1, 5), 2)
 
 
 # ---- frame cache -------------------------------------------------------------------------------------------
@@ -946,8 +1007,8 @@ class Noted(Slow):
         super().__init__(rows)
         self.log, self.key, self.pause = str(log), key, pause
 
-    def cache_key(self):
-        return self.key
+    def span_key(self, start, stop):
+        return f"{self.key} {start} {stop}"
 
     def get(self, row):
         with open(self.log, "a") as file:
@@ -957,11 +1018,16 @@ class Noted(Slow):
 
 
 def build(folder, log, pause=0.0, key="noted", mode="disk"):
+    return build_with_notes(folder, log, pause, key, mode)[0]
+
+
+def build_with_notes(folder, log, pause=0.0, key="noted", mode="disk"):
     columns = {"action": np.arange(40, dtype=np.float32)[:, None]}
     cfg = DatasetConfig(cache=mode, cache_dir=str(folder))
-    train, _ = data.open_columns(cfg, 3, columns, (20, 20), 50, {TOP: Noted(40, log, key, pause)})
+    cameras = {TOP: Noted(40, log, key, pause)}
+    train, _, notes = datasets.open_columns(cfg, 3, columns, (20, 20), 50, cameras)
     assert train.get_batch(np.array([0, 25, 39]))[TOP][:, 0, 0, 0].tolist() == [0, 25, 39]
-    return train
+    return train, lines(notes)
 
 
 def made(log: Path) -> int:
@@ -994,9 +1060,9 @@ def test_a_killed_build_is_never_used_and_finished_episodes_are_kept(tmp_path):
         len(list((tmp_path / "c").glob("*.frames"))) == 1
         and len(list((tmp_path / "c").glob("*.building"))) == 1
     )
-    train = build(tmp_path / "c", tmp_path / "log2")
+    train, notes = build_with_notes(tmp_path / "c", tmp_path / "log2")
     assert made(tmp_path / "log2") == 20 and any(
-        "2 files" in note and "1 of them written now" in note for note in train.notes
+        "2 files" in note and "1 of them written now" in note for note in notes
     )
     assert train.get_batch(np.arange(40))[TOP][:, 0, 0, 0].tolist() == list(range(40))
 
@@ -1015,21 +1081,21 @@ def test_the_cache_knows_a_video_by_its_content(counted, tmp_path):
     flags = {"cache": "disk", "cache_dir": str(tmp_path / "cache")}
     opened(counted, **flags)
     moved = copied(counted, tmp_path / "elsewhere")
-    train, _ = opened(moved, **flags)
-    assert any("3 files" in note and "none of them written now" in note for note in train.notes)
+    notes = notes_of(moved, **flags)
+    assert any("3 files" in note and "none of them written now" in note for note in notes)
     write_video(moved / "videos" / TOP / "chunk-000" / "file-000.mp4", range(100, 124), 30)
     train, _ = opened(moved, **flags)
     assert [shown(frame) for frame in train.get_batch(np.arange(24))[TOP]] == list(range(100, 124))
-    train, _ = opened(moved, episodes=(2,), **flags)
-    assert any("1 file (" in note and "none of them written now" in note for note in train.notes)
+    notes = notes_of(moved, episodes=(2,), **flags)
+    assert any("1 file (" in note and "none of them written now" in note for note in notes)
 
 
 def test_a_cache_that_does_not_fit_is_refused_and_auto_decodes_on_demand(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 600, 400))
     with pytest.raises(ValueError, match=r"--dataset.cache disk needs 0\.0 MB in .* has 0\.0 MB free"):
         build(tmp_path / "c", tmp_path / "log")
-    train = build(tmp_path / "c", tmp_path / "log", mode="auto")
-    assert isinstance(train.cameras[TOP], Noted) and any("decoded on demand" in note for note in train.notes)
+    train, notes = build_with_notes(tmp_path / "c", tmp_path / "log", mode="auto")
+    assert isinstance(train.cameras[TOP], Noted) and any("decoded on demand" in note for note in notes)
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.undo()
@@ -1063,15 +1129,15 @@ def test_the_ram_cache_survives_the_end_of_another_run_and_drops_what_a_killed_o
     tmp_path, monkeypatch
 ):
     """The lock of a removed file guards nothing: who waited for it must take the new one."""
-    monkeypatch.setattr(data, "RAM_DIR", tmp_path)
+    monkeypatch.setattr(frames, "RAM_DIR", tmp_path)
     at_exit = []
-    monkeypatch.setattr(data.atexit, "register", at_exit.append)
+    monkeypatch.setattr(frames.atexit, "register", at_exit.append)
     folder = tmp_path / f"act-frames-{os.getuid()}"
     folder.mkdir()
     with ThreadPoolExecutor(1) as pool:
         with open(folder / "users", "w") as leaving:
             fcntl.flock(leaving, fcntl.LOCK_EX)
-            waiting = pool.submit(data._ram_folder, set())
+            waiting = pool.submit(frames.ram_folder, set())
             time.sleep(0.3)
             assert not waiting.done()
             shutil.rmtree(folder)
@@ -1079,7 +1145,7 @@ def test_the_ram_cache_survives_the_end_of_another_run_and_drops_what_a_killed_o
     with open(folder / "users", "w") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "mine.frames").write_bytes(b"1")
-    data._ram_folder(set())  # a second user, which removes nothing
+    frames.ram_folder(set())  # a second user, which removes nothing
     at_exit[1]()
     assert (folder / "mine.frames").exists()
     folder.rename(tmp_path / "gone")
@@ -1087,18 +1153,18 @@ def test_the_ram_cache_survives_the_end_of_another_run_and_drops_what_a_killed_o
     folder.mkdir()
     for name in ("old.frames", "old.building", "same.frames"):
         (folder / name).write_bytes(b"1")
-    data._ram_folder({"same.frames"})
+    frames.ram_folder({"same.frames"})
     assert sorted(path.name for path in folder.iterdir()) == ["same.frames", "users"]
     at_exit[2]()
     assert not folder.exists()
 
 
 def test_more_files_than_may_be_mapped_are_read_in_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "MAX_MAPS", 3)
+    monkeypatch.setattr(frames, "MAX_MAPS", 3)
     files = [tmp_path / f"{e}.frames" for e in range(8)]
     for e, file in enumerate(files):
         file.write_bytes(bytes([e]) * (2 * 3 * 4))
-    source = data.CachedFrames((2, 2), 16, [(2 * e, 2 * e + 2) for e in range(8)], files)
+    source = frames.CachedFrames((2, 2), 16, [(2 * e, 2 * e + 2) for e in range(8)], files)
     order = np.random.default_rng(0).integers(0, 16, 200)
     out = torch.empty((200, 3, 2, 2), dtype=torch.uint8)
     source.read_into(order, out)
@@ -1164,7 +1230,7 @@ def test_a_set_that_is_nowhere_is_one_sentence(tmp_path, monkeypatch, offline):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE forbids the download"):
         open_dataset(DatasetConfig(repo_id="me/none"), 10)
-    with pytest.raises(ValueError, match=r"--dataset.root=.* holds no LeRobot data set"):
+    with pytest.raises(ValueError, match=r"--dataset.root=.* holds no LeRobot dataset"):
         open_dataset(DatasetConfig(root=str(tmp_path)), 10)
     with pytest.raises(ValueError, match=r"give --dataset.root"):
         open_dataset(DatasetConfig(), 10)
@@ -1229,8 +1295,8 @@ BROKEN = {
     "no episodes": (lambda root: shutil.rmtree(root / "meta" / "episodes"), r"episodes has no parquet file"),
     "stats are a list": (lambda root: (root / "meta" / "stats.json").write_text("[1]"), r"stats.json is no JSON object"),
     "newer version": (info(codebase_version="v4.0"), r"codebase_version is v4.0.* newer version of this program"),
-    "path up": (info(data_path="../x/{chunk_index}-{file_index}.parquet"), r"leaves the data set's directory"),
-    "path absolute": (info(video_path="/etc/{video_key}{chunk_index}{file_index}"), r"leaves the data set's directory"),
+    "path up": (info(data_path="../x/{chunk_index}-{file_index}.parquet"), r"leaves the dataset's directory"),
+    "path absolute": (info(video_path="/etc/{video_key}{chunk_index}{file_index}"), r"leaves the dataset's directory"),
     "path with code": (info(data_path="{chunk_index.__class__.__mro__}/{nothing}"), r"info.json: the path .* cannot be filled in"),
 }  # fmt: skip
 
@@ -1241,7 +1307,7 @@ def test_a_broken_set_is_refused_before_step_1_and_found_by_check(fault, counted
     root = copied(counted, tmp_path / "set")
     breaks(root)
     assert re.search(words, refusal(root)), refusal(root)
-    problems, *_ = data.check_dataset(DatasetConfig(root=str(root)), 4)
+    problems, *_ = check_data.check_dataset(DatasetConfig(root=str(root)), 4)
     assert any(re.search(words, problem) for problem in problems), problems
 
 
@@ -1267,16 +1333,16 @@ def test_check_finds_several_problems_at_once_and_says_how_many(counted, tmp_pat
 def test_check_passes_a_sound_set_and_warns_of_what_can_be_trained_on(counted, tmp_path):
     root = copied(counted, tmp_path / "set")
     cfg = DatasetConfig(root=str(root))
-    problems, warnings, notes = data.check_dataset(cfg, 8)
+    problems, warnings, notes = check_data.check_dataset(cfg, 8)
     assert not problems and any(
         "2 episodes are shorter than the chunk of 8: 0, 2" in text for text in warnings
     )
     assert notes[0] == ("3 episodes, 24 frames at 30 fps, action [2], observation.state [2], 1 camera 64x64")
     assert re.fullmatch(r"\d+\.\d% of the target steps are padding at chunk 8", notes[1])
-    assert any("padding at chunk 100; a smaller one" in text for text in data.check_dataset(cfg)[1])
+    assert any("padding at chunk 100; a smaller one" in text for text in check_data.check_dataset(cfg)[1])
     shutil.copy(root / TABLE, root / TABLE.replace("000.parquet", "007.parquet"))
     edit_table(root / TABLE, action=lambda values: [[a, 0.5] for a, _ in values])
-    problems, warnings, _ = data.check_dataset(cfg, 8)
+    problems, warnings, _ = check_data.check_dataset(cfg, 8)
     assert any("file-007.parquet belongs to no episode" in text for text in warnings)
     assert any("action, joint 1 is constant" in text for text in warnings)
     assert any("of action, joint 1" in text for text in problems)  # the statistics are stale now
@@ -1291,12 +1357,12 @@ def test_fix_stats_writes_right_ones_beside_the_old(tmp_path):
         lambda stats: (stats[TOP].update(wrong), stats["action"]["std"].__setitem__(2, 5.0)),
     )
     before = (root / "meta" / "stats.json").read_bytes()
-    problems, *_ = data.check_dataset(DatasetConfig(root=str(root)), 8, fix_stats=True)
+    problems, *_ = check_data.check_dataset(DatasetConfig(root=str(root)), 8, fix_stats=True)
     assert any("the std of action, joint 2 is 5" in text for text in problems)
     assert any(f"camera {TOP}" in text and "127.0" in text for text in problems)
     assert (root / "meta" / "stats.json").read_bytes() == before
     os.replace(root / "meta" / "stats.fixed.json", root / "meta" / "stats.json")
-    problems, *_ = data.check_dataset(DatasetConfig(root=str(root)), 8)
+    problems, *_ = check_data.check_dataset(DatasetConfig(root=str(root)), 8)
     assert not problems
     fixed = json.loads((root / "meta" / "stats.json").read_text())
     np.testing.assert_allclose(fixed["action"]["std"], right["action"]["std"], rtol=1e-5)
@@ -1327,11 +1393,12 @@ def test_damaged_files_give_a_sentence_or_the_same_data(name, kind, counted, tmp
         (root / name).write_bytes(damaged(whole, kind, seed))
         try:
             train, _ = opened(root, cache_dir=str(tmp_path / str(seed)), **flags)
+            notes = notes_of(root, cache_dir=str(tmp_path / str(seed)), **flags)
         except ValueError as error:
             assert "\n" not in str(error) and str(root) in str(error), error
             sentences += 1
             continue
-        warned = [note for note in train.notes if note.startswith("warning") and "padding" not in note]
+        warned = [note for note in notes if note.startswith("warning") and "padding" not in note]
         batch = train.get_batch(np.arange(24))
         stats = all(
             torch.equal(good.stats[k]["mean"], train.stats[k]["mean"])
@@ -1342,7 +1409,7 @@ def test_damaged_files_give_a_sentence_or_the_same_data(name, kind, counted, tmp
         # entropy-coded pictures and raw floats carry no checksum: a change there cannot be known
         assert warned or sound or (kind == "flipped" and name in (TABLE, VIDEO, "meta/stats.json")), (
             seed,
-            train.notes,
+            notes,
         )
         sentences += bool(warned)
     assert sentences == 8 if kind == "cut" else sentences >= 1
@@ -1357,7 +1424,9 @@ def test_nothing_that_is_read_can_run_code(counted, tmp_path):
         root = copied(counted, tmp_path / name.replace("/", "_"))
         (root / name).write_bytes(pickle.dumps(Bomb()))
         refusal(root)
-    assert "pickle" not in re.sub(r"allow_pickle=False|[Pp]icklable", "", Path(data.__file__).read_text())
+    for module in (data, datasets, frames, lerobot_data, check_data):
+        source = Path(module.__file__).read_text()
+        assert "pickle" not in re.sub(r"allow_pickle=False|[Pp]icklable", "", source)
     assert not (tmp_path / "boom").exists()
 
 
@@ -1384,6 +1453,42 @@ def test_the_file_works_alone(tmp_path):
     assert done.stdout.strip() == str(tmp_path / "data.py"), done.stderr
 
 
+def test_the_file_alone_opens_columns_and_makes_batches(tmp_path):
+    """As its docstring shows it, with a camera of one's own beside."""
+    shutil.copy(data.__file__, tmp_path / "data.py")
+    example = (
+        data.__doc__.split("\n\n")[1]
+        .replace("...", "seen.append(batch)")
+        .replace('"cpu"): ', '"cpu"):\n        ')
+    )
+    script = f"""
+import numpy as np
+import torch
+from data import *
+
+class Gray:
+    shape, thread_safe = (4, 6), True
+    def __len__(self): return 500
+    def read_into(self, rows, out): out.copy_(torch.from_numpy(rows % 256)[:, None, None, None].expand(out.shape))
+    def in_order(self, start, stop): return (np.full((4, 6, 3), row % 256, np.uint8) for row in range(start, stop))
+    def span_key(self, start, stop): return f"gray {{start}} {{stop}}"
+
+if __name__ == "__main__":
+    seen = []
+{example.replace("cameras={}", "cameras={'observation.images.gray': Gray()}")}
+    assert len(seen) == 9 and (len(train), len(val)) == (400, 100) and not notes
+    for batch in seen:
+        assert batch["action"].shape == (8, 100, 1) and batch["observation.images.gray"].shape == (8, 3, 4, 6)
+        assert (batch["observation.images.gray"][:, 0, 0, 0] == batch["index"] % 256).all()
+    assert train[7]["index"] == 7 and train.stats["observation.images.gray"]["mean"].shape == (3, 1, 1)
+"""
+    (tmp_path / "job.py").write_text(script)
+    env = {"PATH": os.environ["PATH"]}
+    command = [sys.executable, "job.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_cache_command_builds_what_a_run_then_finds(counted, tmp_path):
     run = [
         sys.executable,
@@ -1399,10 +1504,10 @@ def test_the_cache_command_builds_what_a_run_then_finds(counted, tmp_path):
     ]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    train, _ = opened(counted, cache="disk", cache_dir=str(tmp_path), image_size=(16, 24))
-    assert any("3 files" in note and "none of them written now" in note for note in train.notes)
+    notes = notes_of(counted, cache="disk", cache_dir=str(tmp_path), image_size=(16, 24))
+    assert any("3 files" in note and "none of them written now" in note for note in notes)
     done = subprocess.run([*run[:4], str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "holds no LeRobot data set" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "holds no LeRobot dataset" in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].startswith("--root=")  # the flag's name here
 
 

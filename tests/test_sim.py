@@ -1,11 +1,12 @@
-"""The embedded task: its expert and renderer against the environment's own rules, in many scenes."""
+"""The built-in task: its expert and renderer against the environment's own rules, in many scenes."""
 
 import pickle
 
 import numpy as np
 import pytest
+import torch
 
-import sim
+from extras import sim
 
 
 def play(env: sim.TransferEnv, actions: np.ndarray) -> np.ndarray:
@@ -176,11 +177,15 @@ def test_demonstrations_are_columns_and_frames_that_fit_the_states():
 def test_frames_pickle_and_are_named_by_their_content():
     frames = sim.Demonstrations(episodes=1, seed=0, height=24, width=32).cameras[sim.CAMERA]
     copied = pickle.loads(pickle.dumps(frames))
-    assert copied.cache_key() == frames.cache_key() and np.array_equal(copied.get(5), frames.get(5))
+    assert copied.span_key(0, 5) == frames.span_key(0, 5) and np.array_equal(copied.get(5), frames.get(5))
     assert np.array_equal(np.stack(list(frames.in_order(2, 5))), np.stack([frames.get(i) for i in (2, 3, 4)]))
     other = sim.Demonstrations(episodes=1, seed=1, height=24, width=32).cameras[sim.CAMERA]
     larger = sim.SceneFrames(frames.scenes, 48, 64)
-    assert len({frames.cache_key(), other.cache_key(), larger.cache_key()}) == 3
+    assert len({source.span_key(0, 5) for source in (frames, other, larger)}) == 3
+    assert frames.span_key(0, 5) != frames.span_key(5, 10)
+    out = torch.empty((2, 3, 24, 32), dtype=torch.uint8)
+    frames.read_into(np.array([7, 3]), out)
+    assert np.array_equal(out[1].permute(1, 2, 0).numpy(), frames.get(3))
 
 
 def test_no_demonstration_at_all_is_refused():

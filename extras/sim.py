@@ -1,4 +1,4 @@
-"""The embedded task: two planar six-joint arms hand a cube over, with ALOHA's shapes, in numpy alone.
+"""The built-in task: two planar six-joint arms hand a cube over, with ALOHA's shapes, in numpy alone.
 
 Seen from above. A red cube lies at random on the right, a green zone is marked at random on the left, and
 neither arm reaches both: the right arm grasps the cube and carries it to the middle, the left one takes it
@@ -24,21 +24,21 @@ A scene is the row of numbers that an image is drawn from: state (14), cube x, y
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
 FPS = 50
-STATE_DIM = ACTION_DIM = 14
+ACTION_DIM = 14
 CAMERA = "observation.images.top"
 MAX_STEPS = 300  # of a rollout; the expert needs about 175
 
 WORLD = (1.6, 1.2)  # m, width and height of the image; the origin is its centre, y points up
 BASES = np.array([[-0.62, 0.0], [0.62, 0.0]])  # left, right
 MIRROR = np.array([[1.0, 1.0], [-1.0, 1.0]])  # an arm's own axes -> the world's
-LINKS = np.array(
-    [0.20, 0.18, 0.14, 0.12, 0.09, 0.07]
-)  # m; 0.8 in all, so the middle is all that both arms reach
+# m; 0.8 in all, so the middle is all that both arms reach
+LINKS = np.array([0.20, 0.18, 0.14, 0.12, 0.09, 0.07])
 HOME = np.array([0.26, 0.34])  # m, where the hand waits, in the arm's own axes
 CUBE_SIZE, ZONE_RADIUS, GRASP_RADIUS = 0.08, 0.10, 0.065  # m
 CUBE_AREA = np.array([[0.20, 0.41], [-0.34, 0.26]])  # m, x and y range; the zone's is its mirror image
@@ -46,10 +46,14 @@ LAG, MAX_SPEED = 0.35, 0.10  # share of the way to the target, and rad (or gripp
 CLOSED, OPEN = 0.4, 0.6  # gripper positions below and above which a hand holds and lets go
 
 
+class UserError(ValueError):
+    """The user's to mend, in one sentence. Any other error is a bug and keeps its traceback."""
+
+
 @dataclass(frozen=True)
 class SimConfig:
     episodes: int = 50
-    """Demonstrations that the scripted expert gives (the default data set, where no other is named)."""
+    """Demonstrations that the scripted expert gives (the default dataset, where no other is named)."""
     seed: int = 0
     """Decides the demonstrations. Rollouts start from other scenes, whatever their seed."""
 
@@ -80,7 +84,9 @@ class TransferEnv:
 
     @property
     def state(self) -> np.ndarray:
-        return np.concatenate([self.joints, self.grips[:, None]], axis=1).reshape(14).astype(np.float32)
+        return (
+            np.concatenate([self.joints, self.grips[:, None]], axis=1).reshape(ACTION_DIM).astype(np.float32)
+        )
 
     @property
     def scene(self) -> np.ndarray:
@@ -99,8 +105,8 @@ class TransferEnv:
             ValueError: the action has another shape or is not finite.
         """
         target = np.asarray(action, np.float64)
-        if target.shape != (14,) or not np.isfinite(target).all():
-            raise ValueError(f"an action is 14 finite position targets, got {target!r}")
+        if target.shape != (ACTION_DIM,) or not np.isfinite(target).all():
+            raise ValueError(f"an action is {ACTION_DIM} finite position targets, got {target!r}")
         target = target.reshape(2, 7)
         self.joints += np.clip(LAG * (target[:, :6] - self.joints), -MAX_SPEED, MAX_SPEED)
         self.grips += np.clip(LAG * (np.clip(target[:, 6], 0, 1) - self.grips), -MAX_SPEED, MAX_SPEED)
@@ -195,7 +201,7 @@ def plan(env: TransferEnv, rng: np.random.Generator) -> np.ndarray:
     home = [hand(env.joints[arm], arm)[:2] for arm in (0, 1)]
     aside = near(np.array([-0.14, -0.02]), 0.015)
     away = [near(BASES[arm] + HOME * MIRROR[arm], 0.02) for arm in (0, 1)]
-    # step, place, gripper: a hand moves from key to key with the smoothest of motions (minimum jerk)
+    # step, position, gripper: a hand moves from key to key with the smoothest of motions (minimum jerk)
     right = [(0, home[1], 1), (60, cube, 1), (64, cube, 1), (74, cube, 0), (76, cube, 0), (102, meet, 0)]
     right += [(116, meet, 0), (123, meet, 1), (126, meet, 1), (152, away[1], 1)]
     left = [(0, home[0], 1), (20, home[0], 1), (76, aside, 1), (86, aside, 1), (104, meet, 1), (113, meet, 0)]
@@ -203,11 +209,11 @@ def plan(env: TransferEnv, rng: np.random.Generator) -> np.ndarray:
     steps = np.arange(round(174 * pace)) / pace
     targets = []
     for arm, keys in enumerate((left, right)):
-        times, places, grips = (np.array(column, float) for column in zip(*keys))
+        times, positions, grips = (np.array(column, float) for column in zip(*keys))
         after = np.searchsorted(times, steps, side="right").clip(1, len(times) - 1)
         share = ((steps - times[after - 1]) / (times[after] - times[after - 1])).clip(0, 1)
         eased = (share**3 * (10 - 15 * share + 6 * share**2))[:, None]
-        path = places[after - 1] + eased * (places[after] - places[after - 1])
+        path = positions[after - 1] + eased * (positions[after] - positions[after - 1])
         joints = reach((path - BASES[arm]) * MIRROR[arm], env.posture[arm])
         tremor = rng.normal(0, 0.004, (len(steps) + 14, 6))
         joints = joints + np.stack([np.convolve(t, np.ones(15) / 15**0.5, "valid") for t in tremor.T], axis=1)
@@ -216,28 +222,32 @@ def plan(env: TransferEnv, rng: np.random.Generator) -> np.ndarray:
 
 
 class Demonstrations:
-    """Expert episodes as data set columns, with one camera whose frames are drawn when asked for.
+    """Expert episodes as dataset columns, with one camera whose frames are drawn when asked for.
 
-    columns: "observation.state" and "action" (N, 14) float32, one row a frame. lengths: (episodes,) frames.
+    columns: "observation.state" and "action" (N, 14) float32, one row per frame. lengths: (episodes,) frames.
     cameras: {CAMERA: SceneFrames}.
     """
 
     def __init__(self, episodes: int, seed: int, height: int, width: int) -> None:
         if episodes < 1:
-            raise ValueError(f"the embedded task needs at least 1 episode, got {episodes}.")
-        shown = [expert_episode(seed, episode) for episode in range(episodes)]
+            raise UserError(f"the built-in task needs at least 1 episode, got {episodes}.")
+        demos = [expert_episode(seed, episode) for episode in range(episodes)]
         self.fps = FPS
-        self.lengths = np.array([len(episode["action"]) for episode in shown])
+        self.lengths = np.array([len(episode["action"]) for episode in demos])
         self.columns = {
-            "observation.state": np.concatenate([episode["state"] for episode in shown]),
-            "action": np.concatenate([episode["action"] for episode in shown]),
+            "observation.state": np.concatenate([episode["state"] for episode in demos]),
+            "action": np.concatenate([episode["action"] for episode in demos]),
         }
-        scenes = np.concatenate([episode["scene"] for episode in shown])
+        scenes = np.concatenate([episode["scene"] for episode in demos])
         self.cameras = {CAMERA: SceneFrames(scenes, height, width)}
 
 
 class SceneFrames:
-    """Frames of scenes (N, 19), drawn when asked for; small to pickle, so that loader workers draw them."""
+    """Frames of scenes (N, 19), drawn when asked for (a data.FrameSource). They are small to pickle, so that
+    loader workers draw them."""
+
+    # It would be, but of small images two threads draw fewer than one, since they hold Python's lock.
+    thread_safe = False
 
     def __init__(self, scenes: np.ndarray, height: int, width: int) -> None:
         self.scenes, self.shape = scenes, (height, width)
@@ -249,12 +259,23 @@ class SceneFrames:
         """(H, W, 3) uint8"""
         return render(self.scenes[index], *self.shape)
 
+    def read_into(self, rows: np.ndarray, out: Any) -> None:
+        """Draw the frames of these rows into out, a torch tensor (B, 3, H, W) uint8."""
+        pixels = out.numpy()
+        for i, row in enumerate(rows.tolist()):
+            pixels[i] = self.get(row).transpose(2, 0, 1)
+
     def in_order(self, start: int, stop: int) -> Iterator[np.ndarray]:
         return (self.get(index) for index in range(start, stop))
 
-    def cache_key(self) -> str:
-        """Equal for equal frames."""
-        return f"sim-{hashlib.sha256(self.scenes.tobytes()).hexdigest()[:16]}-{self.shape[0]}x{self.shape[1]}"
+    @cached_property
+    def digest(self) -> str:
+        """Of all scenes."""
+        return hashlib.sha256(self.scenes.tobytes()).hexdigest()[:16]
+
+    def span_key(self, start: int, stop: int) -> str:
+        """Names the content of these frames: equal only for equal ones."""
+        return f"sim-{self.digest}-{self.shape[0]}x{self.shape[1]} {start} {stop}"
 
 
 # ---- the renderer ------------------------------------------------------------------------------------------
@@ -280,7 +301,7 @@ def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
     xs, ys, table = _canvas(height, width)
     image = table.copy()
     scene = np.asarray(scene, np.float64)
-    across, down = width / WORLD[0], height / WORLD[1]  # pixels a metre
+    across, down = width / WORLD[0], height / WORLD[1]  # pixels per metre
 
     def paint(middle, reach_x: float, reach_y: float, colour: tuple, distance: Callable) -> None:
         """Fill a shape within the reaches of `middle`; distance(x, y) from its edge is negative inside."""
@@ -315,7 +336,7 @@ def render(scene: np.ndarray, height: int, width: int) -> np.ndarray:
         )
 
     paint(scene[17:19], ZONE_RADIUS, ZONE_RADIUS, ZONE, rings)
-    arms = scene[:14].reshape(2, 7)
+    arms = scene[:ACTION_DIM].reshape(2, 7)
     points = [chain(arms[arm, :6], arm) for arm in (0, 1)]
     for arm in (0, 1):
         for i in range(5):
