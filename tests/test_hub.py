@@ -16,7 +16,7 @@ import torch
 from conftest import DATA, ROOT
 from safetensors.torch import load
 
-import ckpt
+from extras import hub as hub_files
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 REPO = "someone/act-test"
@@ -148,7 +148,7 @@ def push(hub, step_dir, home, facts=None):
     if facts is None:
         command = [str(ROOT / "ckpt.py"), "convert", "--checkpoint-dir", str(step_dir), "--push-to-hub", REPO]
     else:
-        command = ["-c", f"import ckpt; ckpt.upload_policy({str(step_dir)!r}, {REPO!r}, {facts!r})"]
+        command = ["-c", f"from extras import hub; hub.upload_policy({str(step_dir)!r}, {REPO!r}, {facts!r})"]
     return against(hub, home, command)
 
 
@@ -166,11 +166,12 @@ def against(hub, home, command, **settings):
 
 
 LOAD = """
-import sys, ckpt, model_act
+import sys
+from extras import lerobot_ckpt
 try:
-    config, stats = ckpt.load_policy_files(sys.argv[1])
-    policy = model_act.ACTPolicy.from_config_dict(config, stats)
-    ckpt.load_weights(sys.argv[1], policy)
+    config, stats = lerobot_ckpt.load_policy_files(sys.argv[1])
+    policy = lerobot_ckpt.policy_of(config, stats)
+    lerobot_ckpt.load_weights(sys.argv[1], policy)
     print(sum(policy.state_dict()[key].double().sum().item() for key in sorted(policy.state_dict())))
 except ValueError as error:
     sys.exit(str(error))
@@ -194,7 +195,7 @@ def test_a_policy_of_the_hub_is_downloaded_once_and_then_read_from_the_cache(ste
     assert against(hub, tmp_path, ["-c", LOAD, REPO], HF_HUB_OFFLINE="1").stdout == got.stdout
     shutil.copytree(folder, tmp_path / REPO)
     monkeypatch.chdir(tmp_path)
-    assert ckpt.policy_folder(REPO) == REPO  # a folder of that name comes first
+    assert hub_files.policy_folder(REPO) == REPO  # a folder of that name comes first
 
 
 @pytest.mark.parametrize("trouble", ["no such model", "offline", "no network", "no huggingface_hub"])
@@ -220,7 +221,7 @@ def test_a_policy_that_the_hub_does_not_give_is_one_sentence_with_a_way_out(tmp_
 
 def test_a_path_that_has_not_the_form_of_a_model_is_not_asked_for(tmp_path):
     for path in ("a/b/c", "/a/b", "./a", "../a/b", "a", "a/.b", str(tmp_path), "a/"):
-        assert ckpt.policy_folder(path) == path
+        assert hub_files.policy_folder(path) == path
 
 
 @pytest.fixture

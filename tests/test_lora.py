@@ -17,21 +17,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import ckpt
 import dist
-import lora
 from dist import FSDPConfig, ParallelismConfig
-from lora import (
+from extras import ckpt_tools, lerobot_ckpt, lora
+from extras.lora import (
     PeftConfig,
     adapter_config,
     adapter_state_dict,
     apply_lora,
-    load_adapter,
-    merge,
     merge_state_dict,
     read_adapter_config,
 )
-from model_act import ACTPolicy
 
 BASE = DATA / "numerics" / "env_state"
 EVERYTHING = PeftConfig(
@@ -45,7 +41,7 @@ EVERYTHING = PeftConfig(
 
 def base_policy(dtype=torch.float32):
     """The small reference policy with its weights, without statistics, with dropout."""
-    policy = ACTPolicy.from_config_dict(json.loads((BASE / "config.json").read_text()) | {"dropout": 0.1})
+    policy = lerobot_ckpt.policy_of(json.loads((BASE / "config.json").read_text()) | {"dropout": 0.1})
     policy.load_state_dict(load_file(BASE / "model.safetensors"), strict=True)
     return policy.to(dtype)
 
@@ -79,6 +75,14 @@ def train(policy, steps, module=None, optimizer=None, rank=0, world=1, autocast=
         optimizer.zero_grad()
         losses.append(loss.item())
     return optimizer, losses
+
+
+def load_adapter(policy, folder):
+    """As a resume does: the adapters are created, then filled from the file."""
+    cfg, _ = read_adapter_config(folder)
+    cfg = apply_lora(policy, cfg)
+    lerobot_ckpt.load_weights(folder, policy, adapter=adapter_state_dict(policy))
+    return cfg
 
 
 def save(policy, cfg, folder):
@@ -265,7 +269,7 @@ def test_a_target_that_cannot_be_adapted_is_refused_with_what_can(targets, words
 @pytest.mark.parametrize("flags", [{"method_type": "IA3"}, {"r": 0}, {"lora_alpha": 0}])
 def test_flags_out_of_range_are_refused_by_name(flags):
     with pytest.raises(ValueError, match=f"--peft.{next(iter(flags)).replace('_', '-')}"):
-        PeftConfig(**flags)
+        lora.check(PeftConfig(**flags))
 
 
 def test_unknown_full_training_modules_are_refused_and_known_ones_leave_the_targets():
@@ -394,7 +398,7 @@ def test_resuming_from_an_adapter_continues_bitwise(tmp_path):
     resumed = base_policy()
     torch.manual_seed(6)  # another start of A, overwritten by the file
     apply_lora(resumed, EVERYTHING)
-    load_adapter(resumed, tmp_path)
+    lerobot_ckpt.load_weights(tmp_path, resumed, adapter=adapter_state_dict(resumed), resume=True)
     optimizer = torch.optim.AdamW(resumed.optim_groups(1e-2, 1e-3, 1e-4))
     optimizer.load_state_dict(moments)
     _, losses = train(resumed, range(2, 4), optimizer=optimizer)
@@ -423,9 +427,9 @@ def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(trained, tmp_
 def test_an_adapter_of_another_rank_or_formula_is_refused(trained, tmp_path):
     _, folder = trained
     policy = base_policy()
-    apply_lora(policy, PeftConfig("LORA", r=8))
-    with pytest.raises(ValueError, match=r"--peft\.r=4"):
-        load_adapter(policy, folder)
+    apply_lora(policy, PeftConfig("LORA", r=8, full_training_modules=("action_head",)))
+    with pytest.raises(ValueError, match=r"has shape \(4, 64\), not \(8, 64\)"):
+        lerobot_ckpt.load_weights(folder, policy, adapter=adapter_state_dict(policy))
     settings = json.loads((folder / "adapter_config.json").read_text())
     for special in (
         {"use_dora": True},
@@ -438,52 +442,45 @@ def test_an_adapter_of_another_rank_or_formula_is_refused(trained, tmp_path):
             read_adapter_config(tmp_path)
 
 
-def test_merged_weights_act_as_the_adapter_did_and_leave_a_plain_policy():
+def test_merged_weights_act_as_the_adapter_did():
     policy = base_policy(torch.float64)
-    apply_lora(policy, EVERYTHING)
+    cfg = apply_lora(policy, EVERYTHING)
     train(policy, range(3))
     actions = policy.eval().predict_action_chunk(batch_of(9))
-    merge(policy)
-    assert (policy.predict_action_chunk(batch_of(9)) - actions).abs().max() < 1e-12
-    plain = base_policy(torch.float64)
-    assert list(policy.state_dict()) == list(plain.state_dict())
-    assert [type(m) for m in policy.modules()] == [type(m) for m in plain.modules()]
+    plain = base_policy(torch.float64).eval()
+    merged = merge_state_dict(plain.state_dict(), adapter_state_dict(policy), cfg.scaling)
+    assert list(merged) == list(plain.state_dict())
+    plain.load_state_dict(merged)
+    assert (plain.predict_action_chunk(batch_of(9)) - actions).abs().max() < 1e-12
 
 
-def test_the_merge_command_writes_a_full_checkpoint(trained, tmp_path):
+def test_convert_writes_full_weights_beside_the_adapter(trained, tmp_path):
     policy, folder = trained
-    run, out = tmp_path / "000010", tmp_path / "merged"
+    run = tmp_path / "000010"
     adapter = shutil.copytree(folder, run / "pretrained_model")
     config = json.loads((BASE / "config.json").read_text())
     (adapter / "config.json").write_text(json.dumps(config | {"use_peft": True}))
-    (adapter / "train_config.json").write_text(json.dumps({"peft": {"r": 4}, "policy": {"use_peft": True}}))
     (adapter / "policy_preprocessor.json").write_text("{}")
-    command = [sys.executable, str(ROOT / "lora.py"), "merge", "--adapter", str(run), "--out", str(out)]
+    command = [sys.executable, str(ROOT / "ckpt.py"), "convert", "--checkpoint-dir", str(run)]
     subprocess.run(command, check=True)
-    assert sorted(os.listdir(out)) == [
-        "config.json",
-        "model.safetensors",
-        "policy_preprocessor.json",
-        "train_config.json",
-    ]
-    assert json.loads((out / "config.json").read_text()) == config
-    assert json.loads((out / "train_config.json").read_text()) == {
-        "peft": None,
-        "policy": {"use_peft": False},
-    }
-    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+    assert json.loads((adapter / "config.json").read_text()) == config | {"use_peft": False}
+    weights = adapter / "model.safetensors"
+    assert weights.stat().st_mode == (adapter / "config.json").stat().st_mode
     merged = base_policy()
-    merged.load_state_dict(load_file(out / "model.safetensors"), strict=True)
+    merged.load_state_dict(load_file(weights), strict=True)
     difference = merged.eval().predict_action_chunk(batch_of(9)) - policy.predict_action_chunk(batch_of(9))
     assert difference.abs().max() < 1e-6
+    written = weights.read_bytes()
+    subprocess.run(command, check=True)  # once more, from the adapter and its base again
+    assert weights.read_bytes() == written
 
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 1 and again.stderr.strip() == f"--out {out} exists; give a new folder."
-    other = subprocess.run(
-        [*command[:-1], str(tmp_path / "x"), "--base", str(adapter)], capture_output=True, text=True
-    )
-    assert other.returncode == 1 and "--base" in other.stderr and "Traceback" not in other.stderr
-    assert not (tmp_path / "x").exists()
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "gone")
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"builds on {tmp_path / 'gone'}, which is not there" in done.stderr
+    assert weights.read_bytes() == written
 
 
 def test_an_adapter_over_another_base_is_refused():
@@ -507,17 +504,16 @@ def test_an_adapter_that_trained_out_proj_is_refused_wherever_it_would_be_merged
     save_file(tensors | {key: torch.ones_like(tensors[key])}, file)
     shutil.copy(BASE / "config.json", folder)
     for merge_it in (
-        lambda: load_adapter(base_policy(), folder),
-        lambda: lora.merge_checkpoint(folder, tmp_path / "merged"),
-        lambda: ckpt.load_weights(folder, base_policy()),
+        lambda: ckpt_tools.convert(folder),
+        lambda: lerobot_ckpt.load_weights(folder, base_policy()),
     ):
         with pytest.raises(ValueError, match=r"out_proj.*is not zero.*huggingface/peft#3774"):
             merge_it()
-    assert not (tmp_path / "merged").exists()
+    assert not (folder / "model.safetensors").exists()
 
 
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):
-    shutil.copy(ROOT / "lora.py", tmp_path)
+    shutil.copy(ROOT / "extras/lora.py", tmp_path)
     code = (
         "import lora, torch; policy = torch.nn.Sequential(torch.nn.Linear(2, 3)); "
         "print(lora.apply_lora(policy, lora.PeftConfig('LORA')))"

@@ -1,12 +1,11 @@
-"""LoRA adapters for any policy, in PEFT's file format, without PEFT. Needs torch and safetensors.
+"""LoRA adapters for any policy, in PEFT's file format, without PEFT. Needs torch alone.
 
     cfg = apply_lora(policy, PeftConfig(method_type="LORA"))   # before compile, sharding and the optimizer
     tensors = adapter_state_dict(policy)                       # adapter_model.safetensors, PEFT's key names
     settings = adapter_config(cfg, base_path)                  # adapter_config.json
-    load_adapter(policy, checkpoint_dir)                       # strict; creates the adapters where absent
-    merge(policy)                                              # plain weights again: W + (alpha / r) B A
+    weights = merge_state_dict(base, tensors, cfg.scaling)     # plain weights again: W + (alpha / r) B A
 
-    python lora.py merge --adapter DIR --out DIR [--base DIR]  # full weights from an adapter checkpoint
+`python ckpt.py convert` merges the files of an adapter's checkpoint.
 
 What can be adapted: every nn.Linear, and attention with packed projections (a module that owns
 `in_proj_weight` and a Linear `out_proj`: torch's nn.MultiheadAttention and the like). There one adapter
@@ -20,16 +19,16 @@ There is no lora_dropout: its masks would come from a global generator, and a ru
 Shapes: I inputs, O outputs, r rank; A (r, I), B (O, r).
 """
 
-import argparse
 import json
+import math
 import os
 import re
-import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +39,7 @@ PEFT_OUT_PROJ = "base_layer.out_proj"  # PEFT wraps an attention, and the wrappe
 TRAINED_IN_FULL = "trained_in_full"  # attribute of such a module
 
 # What PEFT 0.21 writes beside the keys that `adapter_config` fills, with its defaults.
-PEFT_DEFAULTS: dict = {
+PEFT_DEFAULTS: dict[str, Any] = {
     "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
     "bias": "none", "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
     "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
@@ -58,7 +57,13 @@ UNSUPPORTED = (
     "target_parameters",
     "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "use_rslora", "velora_config",
 )  # fmt: skip
+# Those of them that change what the adapter adds to a weight.
+UNMERGEABLE = ("alpha_pattern", "fan_in_fan_out", "lora_bias", "rank_pattern", "use_dora")
 PACKED_PARTS = ("q_proj", "k_proj", "v_proj", "in_proj", "in_proj_weight")
+
+
+class UserError(ValueError):
+    """The user's to mend, in one sentence: flag or file, rule, way out. Any other error is a bug."""
 
 
 @dataclass(frozen=True)
@@ -77,26 +82,9 @@ class PeftConfig:
     """Modules, by name or dotted ending, trained in full and stored with the adapter: action_head for a new
     robot, say."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("target_modules", "full_training_modules"):
             object.__setattr__(self, name, _names(getattr(self, name)))
-        if self.method_type is not None and self.method_type.upper() != "LORA":
-            raise ValueError(
-                f"--peft.method-type={self.method_type} is not supported; use LORA, or leave it out."
-            )
-        if self.r < 1:
-            raise ValueError(f"--peft.r={self.r} is not a rank; use 1 or more.")
-        if self.target_modules and _regex(self.target_modules):
-            try:
-                re.compile(self.target_modules[0])
-            except re.error as error:
-                raise ValueError(
-                    f"--peft.target-modules={self.target_modules[0]} is no regular expression: {error}."
-                ) from None
-        if self.lora_alpha is not None and self.lora_alpha <= 0:
-            raise ValueError(
-                f"--peft.lora-alpha={self.lora_alpha} must be positive; leave it out for PEFT's 8."
-            )
 
     @property
     def enabled(self) -> bool:
@@ -107,10 +95,30 @@ class PeftConfig:
         return (PEFT_DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha) / self.r
 
 
-def _names(value) -> tuple[str, ...] | None:
+def check(cfg: PeftConfig) -> None:
+    """Raise a UserError for flags that no adapter can have."""
+    if cfg.method_type is not None and cfg.method_type.upper() != "LORA":
+        raise UserError(f"--peft.method-type={cfg.method_type} is not supported; use LORA, or leave it out.")
+    if cfg.r < 1:
+        raise UserError(f"--peft.r={cfg.r} is not a rank; use 1 or more.")
+    if cfg.target_modules and _is_regex(cfg.target_modules):
+        try:
+            re.compile(cfg.target_modules[0])
+        except re.error as error:
+            raise UserError(
+                f"--peft.target-modules={cfg.target_modules[0]} is no regular expression: {error}."
+            ) from None
+    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
+        raise UserError(f"--peft.lora-alpha={cfg.lora_alpha} must be positive; leave it out for PEFT's 8.")
+
+
+def _names(value: Any) -> tuple[str, ...] | None:
     """Names as a tuple: from words, a saved list, or one word of JSON as on lerobot-train's command line."""
     if value is not None and len(value) == 1 and re.match(r"\[\s*[\"\]]", value[0]):
-        value = json.loads(value[0])
+        try:
+            value = json.loads(value[0])
+        except json.JSONDecodeError as error:
+            raise UserError(f"--peft: {value[0]} is no list in JSON: {error}.") from None
     return None if value is None else tuple(value)
 
 
@@ -122,8 +130,9 @@ def apply_lora(policy: nn.Module, cfg: PeftConfig) -> PeftConfig:
     Returns:
         `cfg` with targets and fully trained modules resolved: what `adapter_config` stores.
     Raises:
-        ValueError: an entry of the targets fits no module, or one that cannot be adapted.
+        UserError: an entry of the targets fits no module, or one that cannot be adapted.
     """
+    check(cfg)
     full = _full_training_modules(policy, cfg.full_training_modules or ())
     targets = _targets(policy, cfg.target_modules, full)
     policy.requires_grad_(False)
@@ -146,7 +155,6 @@ class _Lora(nn.Module):
     lora_A: nn.Linear
     lora_B: nn.Linear
     lora_scaling: float
-    lora_base_class: type
     adapted: str  # the parameter that the adapter adds to
 
     def base_weight(self) -> Tensor:
@@ -195,7 +203,7 @@ def _extend(module: nn.Module, form: type[_Lora], cfg: PeftConfig) -> None:
     module.lora_A = nn.Linear(inputs, cfg.r, bias=False, device=weight.device, dtype=dtype)
     module.lora_B = nn.Linear(cfg.r, outputs, bias=False, device=weight.device, dtype=dtype)
     nn.init.zeros_(module.lora_B.weight)
-    module.lora_scaling, module.lora_base_class = cfg.scaling, base_class
+    module.lora_scaling = cfg.scaling
 
 
 def _is_packed_attention(module: nn.Module) -> bool:
@@ -218,16 +226,16 @@ def _fits(path: str, ending: str) -> bool:
 
 
 def _full_training_modules(policy: nn.Module, endings: tuple[str, ...]) -> list[str]:
-    found: list[str] = []
+    matches: list[str] = []
     for ending in endings:
         paths = [path for path, module in policy.named_modules() if _fits(path, ending)]
         if not any(list(policy.get_submodule(path).parameters()) for path in paths):
-            raise ValueError(
+            raise UserError(
                 f"--peft.full-training-modules: no module with parameters is called {ending!r}; "
                 f"there are {_list(name for name, _ in policy.named_children())} and modules inside them."
             )
-        found += [path for path in paths if path not in found]
-    return [path for path in found if not any(path.startswith(f"{outer}.") for outer in found)]
+        matches += [path for path in paths if path not in matches]
+    return [path for path in matches if not any(path.startswith(f"{outer}.") for outer in matches)]
 
 
 def _targets(policy: nn.Module, asked: tuple[str, ...] | None, full: list[str]) -> list[str]:
@@ -236,31 +244,31 @@ def _targets(policy: nn.Module, asked: tuple[str, ...] | None, full: list[str]) 
     if asked is None or asked == ("all-linear",):
         paths = linears
     else:
-        paths, regex = [], _regex(asked)
+        paths, regex = [], _is_regex(asked)
         names = [path for path, _ in policy.named_modules() if path]
         for entry in asked:
             fitting = [path for path in names if (re.fullmatch(entry, path) if regex else _fits(path, entry))]
             odd = [path for path in fitting if path not in linears + attentions]
             if odd and odd[0] in inside:
                 owner = odd[0].split(".")[-2]
-                raise ValueError(
+                raise UserError(
                     f"--peft.target-modules: {entry!r} selects {odd[0]}, part of a packed attention, which "
                     f"PEFT would train to no effect; name {owner} for query, key and value; {what_can_be}."
                 )
             if odd or not fitting:
                 kind = f"is a {type(policy.get_submodule(odd[0])).__name__}" if odd else "fits no module"
                 packed = " (query, key and value share one weight)" if entry.endswith(PACKED_PARTS) else ""
-                raise ValueError(f"--peft.target-modules: {entry!r} {kind}{packed}; {what_can_be}.")
+                raise UserError(f"--peft.target-modules: {entry!r} {kind}{packed}; {what_can_be}.")
             paths += [path for path in fitting if path not in paths]
     paths = [p for p in paths if not any(p == f or p.startswith(f"{f}.") for f in full)]
     if not paths:
-        raise ValueError(
+        raise UserError(
             "--peft.target-modules: nothing is left without the --peft.full-training-modules; name others."
         )
     return paths
 
 
-def _regex(asked: tuple[str, ...]) -> bool:
+def _is_regex(asked: tuple[str, ...]) -> bool:
     """One entry with a character that no module name has is a regular expression."""
     return len(asked) == 1 and not re.fullmatch(r"[\w.]+", asked[0])
 
@@ -275,7 +283,7 @@ def _endings(policy: nn.Module, paths: list[str]) -> tuple[str, ...]:
     return tuple(endings)
 
 
-def _list(names) -> str:
+def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
@@ -313,7 +321,7 @@ def adapter_config(cfg: PeftConfig, base_path: str | os.PathLike | None) -> dict
                 "modules_to_save": list(cfg.full_training_modules or ()) or None,
                 "peft_type": "LORA",
                 "r": cfg.r,
-                "target_modules": targets[0] if _regex(targets) else list(targets),
+                "target_modules": targets[0] if _is_regex(targets) else list(targets),
             }.items()
         )
     )
@@ -322,15 +330,14 @@ def adapter_config(cfg: PeftConfig, base_path: str | os.PathLike | None) -> dict
 def read_adapter_config(checkpoint_dir: str | os.PathLike) -> tuple[PeftConfig, str | None]:
     """Settings and base path of the adapter, ours or PEFT's, whose adapter_config.json is in this folder."""
     path = Path(checkpoint_dir) / "adapter_config.json"
-    settings = json.loads(path.read_text())
-    if settings.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type {settings.get('peft_type')!r} is not supported; only LORA is.")
-    special = [key for key in UNSUPPORTED if settings.get(key)]
-    if special or settings.get("bias", "none") != "none":
-        raise ValueError(
-            f"{path}: {_list(special) or 'bias'} is not supported; merge this adapter with PEFT instead."
-        )
-    targets = settings["target_modules"]
+    try:
+        settings = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from None
+    _refuse_other_kinds(settings, path, UNSUPPORTED)
+    targets = settings.get("target_modules")
+    if not isinstance(targets, str | list):
+        raise UserError(f"{path} cannot be used: it has no target_modules.")
     cfg = PeftConfig(
         method_type="LORA",
         r=settings["r"],
@@ -341,62 +348,34 @@ def read_adapter_config(checkpoint_dir: str | os.PathLike) -> tuple[PeftConfig, 
     return cfg, settings.get("base_model_name_or_path")
 
 
-def load_adapter(policy: nn.Module, checkpoint_dir: str | os.PathLike) -> PeftConfig:
-    """Put a saved adapter on a policy that holds its base weights; adapters are created where there are none.
+def merge_settings(settings: Mapping[str, Any], path: Path) -> tuple[float, str | None]:
+    """The scale alpha / r, or that of rsLoRA, and the base path in the content of an adapter_config.json."""
+    _refuse_other_kinds(settings, path, UNMERGEABLE)
+    r = settings["r"]
+    scaling = settings["lora_alpha"] / (math.sqrt(r) if settings.get("use_rslora") else r)
+    return scaling, settings.get("base_model_name_or_path")
 
-    Returns:
-        The adapter's resolved settings.
-    Raises:
-        ValueError: another rank or scale than the policy's; a tensor is missing, unexpected or misshapen.
-    """
-    cfg, _ = read_adapter_config(checkpoint_dir)
-    adapted = [module for module in policy.modules() if isinstance(module, _Lora)]
-    if not adapted:
-        cfg = apply_lora(policy, cfg)
-    elif (adapted[0].lora_A.out_features, adapted[0].lora_scaling) != (cfg.r, cfg.scaling):
-        raise ValueError(
-            f"{checkpoint_dir} was trained with --peft.r={cfg.r} --peft.lora-alpha={cfg.lora_alpha}; "
-            "pass the same."
-        )
-    path = Path(checkpoint_dir) / "adapter_model.safetensors"
-    saved, wanted = load_file(path), adapter_state_dict(policy)
-    wrong = [f"missing {key}" for key in wanted.keys() - saved.keys()]
-    wrong += [f"unexpected {key}" for key in saved.keys() - wanted.keys()]
-    wrong += [
-        f"{key} has shape {tuple(saved[key].shape)}, not {tuple(wanted[key].shape)}"
-        for key in wanted.keys() & saved.keys()
-        if saved[key].shape != wanted[key].shape
-    ]
-    if wrong:
-        raise ValueError(
-            f"{path} does not fit this policy and its --peft flags: {'; '.join(sorted(wrong)[:5])}."
-        )
-    _refuse_out_proj(saved)
-    with torch.no_grad():
-        for key, value in wanted.items():
-            value.copy_(saved[key])
-    return cfg
+
+def _refuse_other_kinds(settings: Any, path: Path, special: Iterable[str]) -> None:
+    if not isinstance(settings, Mapping) or settings.get("peft_type") != "LORA":
+        kind = settings.get("peft_type") if isinstance(settings, Mapping) else None
+        raise UserError(f"{path}: peft_type {kind!r} is not supported; only LORA is.")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(settings.get(key), int | float):
+            raise UserError(f"{path} cannot be used: it has no {key}.")
+    used = [key for key in special if settings.get(key)]
+    if used or settings.get("bias", "none") != "none":
+        names = _list(used) or "bias"
+        raise UserError(f"{path}: {names} is not supported; merge this adapter with PEFT instead.")
 
 
 def _refuse_out_proj(adapter: dict[str, Tensor]) -> None:
     for key, tensor in adapter.items():
         if key.endswith(f".{PEFT_OUT_PROJ}.lora_B.weight") and tensor.any():
-            raise ValueError(
+            raise UserError(
                 f"The adapter's tensor {key} is not zero, and versions of peft differ in what it means "
                 "(huggingface/peft#3774); merge this adapter with the peft that trained it."
             )
-
-
-def merge(policy: nn.Module) -> None:
-    """Add every adapter to its weight and remove it; the policy (unsharded) is plain again, still frozen."""
-    for module in list(policy.modules()):
-        if isinstance(module, _Lora):
-            weight, a, b = module.base_weight(), module.lora_A.weight, module.lora_B.weight
-            with torch.no_grad():
-                weight.copy_(merged_weight(weight, a, b, module.lora_scaling))
-            base_class = module.lora_base_class
-            del module.lora_A, module.lora_B, module.lora_scaling, module.lora_base_class
-            module.__class__ = base_class
 
 
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
@@ -410,106 +389,30 @@ def merge_state_dict(
     """The base's weights with an adapter file's tensors worked in; same keys as the base.
 
     Raises:
-        ValueError: the adapter holds a tensor for a module that the base lacks, or one of another shape.
+        UserError: the adapter holds a tensor for a module that the base lacks, or one of another shape.
     """
     _refuse_out_proj(adapter)
     merged = dict(base)
     for peft_key, tensor in adapter.items():
-        if f".{PEFT_OUT_PROJ}.lora_" in peft_key:
+        if f".{PEFT_OUT_PROJ}.lora_" in peft_key or peft_key.endswith(".lora_A.weight"):
             continue
-        key = peft_key.removeprefix(PEFT_PREFIX)
+        key = peft_key.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
         module, is_adapter, _ = key.rpartition(".lora_")
-        if not is_adapter:
-            target, new = key, tensor
-        elif key.endswith(".lora_A.weight"):
-            continue
-        else:
+        target, shape, lora_a = key, tuple(tensor.shape), None
+        if is_adapter:
             target = f"{module}.in_proj_weight" if f"{module}.in_proj_weight" in base else f"{module}.weight"
             lora_a = adapter.get(peft_key.replace(".lora_B.", ".lora_A."))
-            if not key.endswith(".lora_B.weight") or lora_a is None or lora_a.ndim != 2:
-                raise ValueError(f"The adapter's tensor {peft_key} is of a kind that cannot be merged here.")
-            new = tensor.double() @ lora_a.double()
-        if target not in base or base[target].shape != new.shape:
+            if not key.endswith(".lora_B.weight") or lora_a is None or lora_a.shape[:1] != tensor.shape[1:]:
+                raise UserError(f"The adapter's tensor {peft_key} is of a kind that cannot be merged here.")
+            shape = (tensor.shape[0], lora_a.shape[1])
+        if target not in base or tuple(base[target].shape) != shape:
             has = f"is {tuple(base[target].shape)} in" if target in base else "is not in"
-            raise ValueError(
-                f"{peft_key} of the adapter is for a {tuple(new.shape)} weight; {target} {has} the base; "
+            raise UserError(
+                f"{peft_key} of the adapter is for a {shape} weight; {target} {has} the base; "
                 "give the base that it was trained on."
             )
-        merged[target] = (base[target].double() + new * scaling if is_adapter else new).to(base[target].dtype)
+        if lora_a is None:
+            merged[target] = tensor.to(base[target].dtype)
+        else:
+            merged[target] = merged_weight(base[target], lora_a, tensor, scaling)
     return merged
-
-
-def merge_checkpoint(adapter_dir: Path, out_dir: Path, base_dir: Path | None = None) -> None:
-    """Write a full checkpoint folder from an adapter's and its base's; needs no policy and no GPU.
-
-    Configuration and statistics are those of the adapter's run, which may have had another data set; the base
-    fills in what a folder written by PEFT alone lacks. `out_dir` appears in one rename.
-    """
-    adapter_dir = _pretrained_model(adapter_dir, "adapter_model.safetensors", "--adapter")
-    cfg, named_base = read_adapter_config(adapter_dir)
-    if base_dir is None and named_base is None:
-        raise ValueError(
-            f"{adapter_dir}/adapter_config.json does not say which base it was trained on; pass --base."
-        )
-    base_dir = _pretrained_model(Path(base_dir or str(named_base)), "model.safetensors", "--base")
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise ValueError(f"--out {out_dir} exists; give a new folder.")
-    merged = merge_state_dict(
-        load_file(base_dir / "model.safetensors"),
-        load_file(adapter_dir / "adapter_model.safetensors"),
-        cfg.scaling,
-    )
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    new = out_dir.parent / f".tmp-{out_dir.name}"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    for source in (base_dir, adapter_dir):
-        for file in source.iterdir():
-            if file.name in ("config.json", "train_config.json") or file.name.startswith("policy_"):
-                shutil.copyfile(file, new / file.name)
-    for name in ("config.json", "train_config.json"):
-        if (new / name).exists():
-            content = json.loads((new / name).read_text())
-            policy_part = content if name == "config.json" else content.get("policy") or {}
-            policy_part.update({"use_peft": False} if "use_peft" in policy_part else {})
-            content.update({"peft": None} if "peft" in content else {})
-            (new / name).write_text(json.dumps(content, indent=4))
-    weights = new / "model.safetensors"
-    weights.touch()
-    mode = weights.stat().st_mode  # the umask's: safetensors (0.8) leaves files for their owner alone
-    save_file({key: value.contiguous() for key, value in merged.items()}, weights, {"format": "pt"})
-    weights.chmod(mode)
-    if out_dir.exists():
-        out_dir.rmdir()
-    new.rename(out_dir)
-
-
-def _pretrained_model(path: Path, file: str, flag: str) -> Path:
-    for folder in (path, path / "pretrained_model"):
-        if (folder / file).is_file():
-            return folder
-    raise ValueError(
-        f"{flag} {path} has no {file}; give a checkpoint's folder (DCP shards: convert them first)."
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Merge an adapter checkpoint into full weights.")
-    merge_parser = parser.add_subparsers(dest="command", required=True).add_parser("merge")
-    merge_parser.add_argument(
-        "--adapter", type=Path, required=True, help="folder with adapter_model.safetensors"
-    )
-    merge_parser.add_argument(
-        "--base", type=Path, help="folder with model.safetensors; default: the adapter's own note"
-    )
-    merge_parser.add_argument("--out", type=Path, required=True, help="new folder for the full checkpoint")
-    args = parser.parse_args()
-    try:
-        merge_checkpoint(args.adapter, args.out, args.base)
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from None
-    print(f"wrote {args.out}")
-
-
-if __name__ == "__main__":
-    main()
