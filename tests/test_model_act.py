@@ -3,6 +3,12 @@
 import copy
 import json
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -13,8 +19,21 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_act
-from bench import ReferenceACT, ReferenceStep
-from model_act import ACTConfig, ACTPolicy, ACTTemporalEnsembler, Dropout, noise_words, normal_noise
+from bench import ReferenceStep
+from extras.check_policy import check_config
+from extras.lerobot_ckpt import config_dict, policy_of
+from extras.plain_act import PlainACT
+from extras.pretrained import load_backbone
+from model_act import (
+    ACT,
+    ACTConfig,
+    ACTPolicy,
+    ACTTemporalEnsembler,
+    Dropout,
+    UserError,
+    noise_words,
+    normal_noise,
+)
 
 STATE, ENV, TOP, WRIST = (
     f"observation.{k}" for k in ("state", "environment_state", "images.top", "images.wrist")
@@ -24,6 +43,40 @@ IMAGENET = {
     "mean": torch.tensor([0.485, 0.456, 0.406])[:, None, None],
     "std": torch.tensor([0.229, 0.224, 0.225])[:, None, None],
 }
+
+
+# The head of the file
+
+
+def test_the_lines_of_the_docstring_train_in_an_empty_folder(tmp_path):
+    indented = re.findall(r"(?m)^(?:    .*\n|\n)+", model_act.__doc__ + "\n")
+    (program,) = [block for block in indented if "import torch" in block]
+    lines = [line for line in program.splitlines() if line.strip()]
+    assert len(lines) <= 16
+    shutil.copy(model_act.__file__, tmp_path)
+    (tmp_path / "use.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=alone()
+    )
+    assert done.returncode == 0, done.stderr
+    *losses, shape = done.stdout.splitlines()
+    assert len(losses) == 5 and all(math.isfinite(float(line.split()[1])) for line in losses)
+    assert shape == "torch.Size([4, 14])"
+
+
+def alone() -> dict[str, str]:
+    """This environment without the project on its path."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_the_figure_names_every_part_of_the_network():
+    inputs, outputs = features(STATE, ENV, TOP)
+    network = ACT(tiny(), inputs, outputs, stats_of(inputs, outputs))
+    parts = {name for name, _ in network.named_children()} | {"vae_encoder_pos_enc", "camera_positions"}
+    words = set(re.findall(r"\w+", model_act.__doc__))
+    assert not parts - words
+    own = {word for word in words if word.startswith(("vae_", "encoder_", "decoder_"))}
+    assert not own - parts  # and no part that is gone
 
 
 def numerics(*parts: str):
@@ -124,8 +177,8 @@ def test_outputs_losses_gradients_and_three_steps_equal_lerobot(variant, dtype, 
         else (lambda *p: shared("reference", "numerics", variant, *p))
     )
     config = json.loads(path("config.json").read_text())
-    policy = ACTPolicy.from_config_dict(config).to(dtype)
-    assert json.dumps(policy.config_dict(config["device"])) == json.dumps(config)  # values and order
+    policy = policy_of(config).to(dtype)
+    assert json.dumps(config_dict(policy, config["device"])) == json.dumps(config)  # values and order
     if variant in ("base", "env_state"):
         weights = load_file(path("model.safetensors"))
     else:
@@ -194,7 +247,7 @@ def test_temporal_ensembler_equals_lerobot(coeff):
 def test_select_action_equals_lerobot(changes, key):
     folder = shared("reference", "numerics", "base")
     config = json.loads((folder / "config.json").read_text()) | changes
-    policy = ACTPolicy.from_config_dict(config)
+    policy = policy_of(config)
     policy.load_state_dict(load_file(folder / "model.safetensors"))
     rows = load_file(folder / "inputs.safetensors")
     for _ in range(2):  # the second time from a reset
@@ -230,7 +283,7 @@ def test_preprocessing_equals_lerobot():
 
 def test_parameter_groups_follow_lerobots_optimizer_file():
     folder = DATA / "ckpts" / "env_single_safetensors" / "000010"
-    policy = ACTPolicy.from_config_dict(json.loads((folder / "pretrained_model" / "config.json").read_text()))
+    policy = policy_of(json.loads((folder / "pretrained_model" / "config.json").read_text()))
     groups = policy.optim_groups(1.0, 2.0, 0.5)
     state = load_file(folder / "training_state" / "optimizer_state.safetensors")
     saved = [tuple(state[f"state/{i}/exp_avg"].shape) for i in range(len(state) // 3)]
@@ -268,7 +321,7 @@ def test_a_plain_act_has_the_same_outputs_losses_and_gradients(name, monkeypatch
     torch.manual_seed(0)
     policy = ACTPolicy(tiny(dropout=0.0, **changes), inputs, outputs)
     randomise(policy)
-    plain = ReferenceACT(policy.config, inputs, outputs)
+    plain = PlainACT(policy.config, inputs, outputs)
     plain.load_state_dict(policy.model.state_dict())
     policy.double()
     plain.double()
@@ -328,7 +381,7 @@ def test_the_same_seed_gives_lerobots_first_weights():
     torch.manual_seed(7)
     ours = ACTPolicy(tiny(), inputs, outputs).model.state_dict()
     torch.manual_seed(7)
-    plain = ReferenceACT(tiny(), inputs, outputs)
+    plain = PlainACT(tiny(), inputs, outputs)
     for p in [*plain.encoder.parameters(), *plain.decoder.parameters()]:
         if p.dim() > 1:
             torch.nn.init.xavier_uniform_(p)
@@ -359,7 +412,7 @@ def test_dropout_keeps_the_stated_share_and_scales_by_the_true_one(p):
     seeds = torch.arange(4)
     count = 1 << 20
     drop = Dropout(p, noise_words(seeds, 0, count // 4).view(torch.int16))
-    out = drop._plain(torch.ones(4, count, dtype=torch.float64))
+    out = drop.scaled(torch.ones(4, count, dtype=torch.float64))
     kept = 1 / drop.scale
     assert abs(kept - (1 - p)) <= 2**-17
     assert set(out.unique().tolist()) == {0.0, drop.scale}
@@ -636,8 +689,8 @@ def test_a_single_channel_is_expanded_and_other_counts_are_refused():
     wide.load_state_dict(policy.state_dict())
     image = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
     scaled = policy.model.scaled_image(TOP, image, torch.float32)
-    wanted = wide.model(wide._observation({TOP: scaled.contiguous()}))
-    torch.testing.assert_close(policy.model({TOP: image}), wanted)
+    wanted = wide.model(wide._observation({TOP: scaled.contiguous()})).actions
+    torch.testing.assert_close(policy.model({TOP: image}).actions, wanted)
     with pytest.raises(ValueError, match=r"observation.images.top has shape \[4, 32, 32\]"):
         ACTPolicy(tiny(), *features(TOP, top=(4, 32, 32)))
 
@@ -775,8 +828,8 @@ def test_bfloat16_autocast_computes_in_bfloat16_and_reports_float32():
     ],
 )
 def test_nonsense_is_refused_in_one_sentence_that_names_the_flag(changes, words):
-    with pytest.raises(ValueError, match=words) as caught:
-        ACTConfig(**changes)
+    with pytest.raises(UserError, match=words) as caught:
+        check_config(ACTConfig(**changes))
     assert "\n" not in str(caught.value)
 
 
@@ -794,10 +847,10 @@ def test_features_that_make_no_act_policy_are_refused():
 
 def test_a_config_file_is_read_back_and_what_it_must_not_hold_is_refused():
     config = json.loads(numerics("env_state", "config.json").read_text())
-    policy = ACTPolicy.from_config_dict(config)
-    assert policy.config.dim_model == 64 and policy.config_dict("cuda")["device"] == "cuda"
+    policy = policy_of(config)
+    assert policy.config.dim_model == 64 and config_dict(policy, "cuda")["device"] == "cuda"
     old = {k: v for k, v in config.items() if k not in ("use_peft", "n_decoder_layers", "pre_norm")}
-    assert ACTPolicy.from_config_dict(old).config == policy.config
+    assert policy_of(old).config == policy.config
     for changes, words in (
         ({"type": "diffusion"}, "type 'diffusion'"),
         ({"input_shapes": {}}, "input_shapes"),
@@ -808,8 +861,8 @@ def test_a_config_file_is_read_back_and_what_it_must_not_hold_is_refused():
         ({"normalization_mapping": "MEAN_STD"}, "normalization_mapping"),
     ):
         with pytest.raises(ValueError, match=words):
-            ACTPolicy.from_config_dict(config | changes)
-    assert ACTPolicy.from_config_dict(config | {"dropout": 0, "pre_norm": 0}).config.dropout == 0
+            policy_of(config | changes)
+    assert policy_of(config | {"dropout": 0, "pre_norm": 0}).config.dropout == 0
 
 
 def test_pretrained_weights_load_into_the_backbone_and_an_offline_machine_gets_one_sentence(
@@ -824,7 +877,7 @@ def test_pretrained_weights_load_into_the_backbone_and_an_offline_machine_gets_o
     assert not torch.equal(
         policy.model.backbone.conv1.weight, state["conv1.weight"]
     )  # not by the constructor
-    policy.load_pretrained_backbone()
+    load_backbone(policy)
     for key, value in policy.model.backbone.state_dict().items():
         assert torch.equal(value, state[key]), key
     monkeypatch.undo()
@@ -835,12 +888,12 @@ def test_pretrained_weights_load_into_the_backbone_and_an_offline_machine_gets_o
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     with pytest.raises(ValueError, match=r"TORCH_HOME.*--policy.pretrained-backbone-weights None") as caught:
-        policy.load_pretrained_backbone()
+        load_backbone(policy)
     assert "\n" not in str(caught.value) and "no network" in str(caught.value)
     with pytest.raises(ValueError, match=r"ResNet34_Weights.IMAGENET1K_V1, None"):
         wrong = tiny(vision_backbone="resnet34", pretrained_backbone_weights="ResNet18_Weights.IMAGENET1K_V1")
-        ACTPolicy(wrong, *features(TOP)).load_pretrained_backbone()
-    ACTPolicy(tiny(), *features(TOP)).load_pretrained_backbone()  # None: nothing to do
+        load_backbone(ACTPolicy(wrong, *features(TOP)))
+    load_backbone(ACTPolicy(tiny(), *features(TOP)))  # None: nothing to do
 
 
 @pytest.mark.gpu
