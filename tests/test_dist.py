@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dist
 from dist import DDPConfig, FSDPConfig, ParallelismConfig
+from extras import checks
+from extras.memory import memory_per_rank
 
 # ------------------------------------------------------------------------------------------- what is trained
 
@@ -172,12 +175,12 @@ def train(case: Case) -> dict:
             batch["num_valid"] = valid / (cluster.world_size * case.accum)
             with dist.accumulate(module, micro == case.accum - 1):
                 with dist.autocast(cluster, case.mixed, case.fsdp):
-                    loss, parts = module(batch)
+                    loss, loss_terms = module(batch)
                 assert loss.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
                 if case.inf_at == (cluster.rank, step):
                     loss = loss * float("inf")
                 dist.backward(loss / case.accum, scaler)
-            sums.add({"loss": loss, **parts})
+            sums.add({"loss": loss, **loss_terms})
         norm = dist.clip_grad_norm_(module, 0.5, scaler)
         dist.optimizer_step(optimizer, scaler)
         optimizer.zero_grad()
@@ -301,6 +304,7 @@ def graphs_under_ddp(rank, world_size):
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     cluster = dist.start("cpu")
+    dist.set_process(compiled=True)
     policy = Toy()
     policy.compile(backend=counter, dynamic=False)
     module = dist.parallelize(policy, cluster, DDPConfig(bucket_cap_mb=1))
@@ -435,9 +439,9 @@ def test_precisions_that_cannot_work_are_refused():
         ("bf16", FSDPConfig(cpu_offload=True, ignored_modules="x"), "--fsdp.cpu-offload"),
     ):
         with pytest.raises(ValueError, match=re.escape(flag)):
-            dist.check_precision(cluster, mixed, fsdp)
-    dist.check_precision(cluster, "bf16", FSDPConfig(param_dtype="bfloat16", cpu_offload=True))
-    dist.check_precision(
+            checks.check_precision(cluster, mixed, fsdp)
+    checks.check_precision(cluster, "bf16", FSDPConfig(param_dtype="bfloat16", cpu_offload=True))
+    checks.check_precision(
         dataclasses.replace(cluster, dp_replicate=2, dp_shard=1), "no", FSDPConfig(param_dtype="float16")
     )
 
@@ -511,9 +515,9 @@ def reads_per_step(rank, world_size, shard, mixed):
         with CountReads() as counter:
             with dist.accumulate(module, True):
                 with dist.autocast(cluster, mixed):
-                    loss, parts = module(batch)
+                    loss, loss_terms = module(batch)
                 dist.backward(loss, scaler)
-            sums.add({"loss": loss, **parts})
+            sums.add({"loss": loss, **loss_terms})
             norm = dist.clip_grad_norm_(module, 1.0, scaler)
             sums.add({"grad_norm": norm}, 1.0 if scaler is None else 1 - scaler.found_inf)
             dist.optimizer_step(optimizer, scaler)
@@ -680,35 +684,6 @@ def test_every_trainable_weight_moves_and_the_frozen_one_stays():
             assert moved == (name != "out.bias"), name
 
 
-@pytest.mark.parametrize(
-    "name, value, refused",
-    [
-        ("ACCELERATE_USE_FSDP", "true", True),
-        ("ACCELERATE_USE_DEEPSPEED", "true", True),
-        ("FSDP_VERSION", "2", True),
-        ("ACCELERATE_MIXED_PRECISION", "bf16", True),
-        ("ACCELERATE_MIXED_PRECISION", "no", False),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", True),
-        ("ACCELERATE_DYNAMO_BACKEND", "NO", False),
-        ("ACCELERATE_DYNAMO_MODE", "default", False),
-        ("ACCELERATE_USE_CPU", "True", False),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", True),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1", False),
-        ("ACCELERATE_USE_MEGATRON_LM", "true", True),
-        ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2", True),
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2", True),
-        ("ACCELERATE_CPU_AFFINITY", "1", False),
-    ],
-)
-def test_accelerate_may_launch_but_not_configure(monkeypatch, name, value, refused):
-    monkeypatch.setenv(name, value)
-    if refused:
-        with pytest.raises(ValueError, match=f"{name}={value}.*use --"):
-            dist.start("cpu")
-    else:
-        assert dist.start("cpu").mode == "single"
-
-
 def test_bad_surroundings_are_refused_before_anything_waits(monkeypatch):
     with pytest.raises(ValueError, match="--device=tpu"):
         dist.start("tpu")
@@ -726,6 +701,15 @@ def test_bad_surroundings_are_refused_before_anything_waits(monkeypatch):
 # ----------------------------------------------------------------------------- agreement, time-outs, crashes
 
 
+class Missing(dist.UserError, ImportError):
+    """As a package that is not installed."""
+
+
+class TwoArguments(ValueError):
+    def __init__(self, flag, rule):
+        super().__init__(f"{flag} {rule}")
+
+
 def agreements(rank, world_size):
     cluster = dist.start("cpu", startup_timeout_s=30, step_timeout_s=2)
     out = [
@@ -735,7 +719,14 @@ def agreements(rank, world_size):
     ]
     vote = dist.StopVote(cluster)
     out.append([vote.poll(15 if (rank, step) == (2, 1) else 0) for step in range(4)])
-    for error in (ValueError("--flag=3 is odd; use 2."), FileNotFoundError("no such file"), KeyError("bug")):
+    for error in (
+        ValueError("--flag=3 is odd; use 2."),
+        FileNotFoundError("no such file"),
+        KeyError("bug"),
+        Missing("pip install it"),
+        FileNotFoundError(2, "No such file", "x.json"),
+        TwoArguments("--flag", "is odd"),
+    ):
         try:
             with dist.raise_together(cluster):
                 if rank == 1:
@@ -752,11 +743,15 @@ def agreements(rank, world_size):
 
 def test_what_one_rank_knows_all_of_them_learn():
     results = run_ranks(3, agreements, init_group=False)
-    for rank, (yes, no, name, votes, user, missing, bug, total) in enumerate(results):
+    for rank, (yes, no, name, votes, user, missing, bug, package, file, odd, total) in enumerate(results):
         assert (yes, no, name, total) == (True, False, "run-of-0", [3.0, 3.0])
         assert votes == [0, 0, 15, 15], "all learn in the step after"
         assert user == ("ValueError", "--flag=3 is odd; use 2.")
-        assert missing[1] == "no such file"
+        assert missing == ("FileNotFoundError", "no such file")
+        assert package == ("Missing", "pip install it"), "the class is carried to the other ranks"
+        assert file == ("FileNotFoundError", "[Errno 2] No such file: 'x.json'")
+        quoted = ("RuntimeError", "rank 1 failed with TwoArguments: --flag is odd")
+        assert odd == (("TwoArguments", "--flag is odd") if rank == 1 else quoted), "it cannot be pickled"
         assert bug == (
             ("KeyError", "'bug'") if rank == 1 else ("RuntimeError", "rank 1 failed with KeyError: 'bug'")
         )
@@ -951,12 +946,167 @@ def test_accelerate_launch_works_as_a_plain_launcher(tmp_path):
     assert np.allclose(norms(out), alone(Case())["curve"][:, 2], rtol=EXACT, atol=0)
 
 
-def test_dist_alone_in_an_empty_folder_imports(tmp_path):
-    shutil.copy(ROOT / "dist.py", tmp_path)
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    subprocess.run(
-        [sys.executable, "-c", "import dist; dist.start('cpu')"], cwd=tmp_path, env=env, check=True
-    )
+# ------------------------------------------------------------------------------------ a fork's own module
+
+FORK = """
+import sys
+import torch
+from torch import nn
+import dist
+
+class ToyBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+class ToyModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), ToyBlock(), ToyBlock(), nn.Linear(16, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+cluster = dist.start("cpu", dist.ParallelismConfig(dp_shard=int(sys.argv[1])))
+dist.set_process()
+torch.manual_seed(0)
+fsdp = dist.FSDPConfig(wrap_modules=("ToyBlock",) if "wrap" in sys.argv else None)
+module = dist.parallelize(ToyModel().double(), cluster, fsdp=fsdp)
+optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+dist.check_optimizer(optimizer, module)
+share = 4 // cluster.world_size
+for step in range(4):
+    g = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 6, generator=g).double(), torch.randn(8, 3, generator=g).double()
+    for micro in range(2):
+        first = 4 * micro + cluster.rank * share
+        with dist.accumulate(module, sync=micro == 1):
+            loss = (module(x[first : first + share]) - y[first : first + share]).square().mean()
+            dist.backward(loss / 2)
+    norm = dist.clip_grad_norm_(module, 0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * (4 - step) / 4
+    dist.optimizer_step(optimizer)
+    optimizer.zero_grad()
+    if cluster.is_main:
+        print("curve", step, repr(norm.item()), flush=True)
+dist.finish(cluster)
+"""
+
+
+def run_fork(folder: Path, ranks: int, *args: str) -> tuple[list[float], str]:
+    """(norms, stderr) of FORK beside a copy of dist.py, with nothing else of the project in reach."""
+    shutil.copy(ROOT / "dist.py", folder)
+    (folder / "fork.py").write_text(FORK)
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "fork.py", *args]
+    job = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90)
+    return norms(job.stdout), job.stderr
+
+
+def test_in_an_empty_folder_any_module_trains_to_the_norms_of_one_process(tmp_path):
+    expected, err = run_fork(tmp_path, 1, "1")
+    assert len(expected) == 4, err
+    for args in (["1"], ["2", "wrap"]):
+        curve, err = run_fork(tmp_path, 2, *args)
+        assert len(curve) == 4, err
+        assert np.allclose(curve, expected, rtol=EXACT, atol=0), args
+
+
+def test_in_an_empty_folder_fsdp_without_wrap_modules_names_the_attribute(tmp_path):
+    curve, err = run_fork(tmp_path, 2, "2")
+    assert curve == [] and "UserError: ToyModel declares no `wrap_modules`, so FSDP would" in err
+    assert "FSDPConfig(wrap_modules=...)" in err and "choose among Sequential, ToyBlock." in err
+
+
+def made_by_hand(rank, world_size):
+    """Largest differences of gradients from one process: DDP and FSDP2 modules that parallelize never saw."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.start("cpu")
+    out = []
+    for kind in ("ddp", "static ddp", "fsdp"):
+        torch.manual_seed(0)
+        policy, plain = Toy().double(), Toy().double()
+        plain.load_state_dict(policy.state_dict())
+        module: Any = policy
+        if kind == "fsdp":
+            for layer in policy.layers:
+                fully_shard(layer)
+            fully_shard(policy, ignored_params=set(policy.inp.parameters()))
+        else:
+            module = DistributedDataParallel(policy, static_graph=kind == "static ddp")
+        for window in range(2):
+            for micro in range(2):
+                batch = {k: v for k, v in toy_batch(2 * window + micro).items() if k != "is_pad"}
+                batch["num_valid"] = torch.tensor(24.0)
+                plain(batch)[0].backward()
+                own = {k: v[4 * rank : 4 * rank + 4] if v.dim() else v / 2 for k, v in batch.items()}
+                with dist.accumulate(module, sync=micro == 1):
+                    dist.backward(module(own)[0])
+            for p, q in zip(policy.parameters(), plain.parameters()):
+                if p.requires_grad:
+                    whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    out.append((whole - q.grad).abs().max().item())
+            policy.zero_grad()
+            plain.zero_grad()
+    return out
+
+
+def test_accumulate_serves_ddp_and_fsdp_modules_that_were_made_by_hand():
+    for differences in run_ranks(2, made_by_hand):
+        assert len(differences) == 3 * 2 * 22 and max(differences) < EXACT
+
+
+def process_switches() -> tuple:
+    import torch._dynamo
+
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    optimize_ddp = torch._dynamo.config.optimize_ddp
+    return list(warnings.filters), optimize_ddp, cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+
+
+def switches_of_a_run(rank, world_size):
+    before, same = process_switches(), []
+    for shard in (1, 2):
+        policy = Toy()
+        policy.compile(backend="eager")
+        dist.parallelize(policy, dist.start("cpu", ParallelismConfig(1, shard)))
+        same.append(process_switches() == before)
+    tf32 = not before[2]
+    dist.set_process(tf32=tf32, compiled=True)
+    filters, *switches = process_switches()
+    return same, len(filters) - len(before[0]), switches == [False, tf32, tf32, True]
+
+
+def test_process_wide_switches_change_in_set_process_and_nowhere_else():
+    assert run_ranks(2, switches_of_a_run) == [([True, True], 1, True)] * 2
+
+
+def documented_step(rank, world_size):
+    """The step of dist.py's docstring, run as it stands there."""
+    lines = dist.__doc__.splitlines()
+    code = "\n".join(line[4:] for line in lines if line.startswith("    ")).replace('"auto"', '"cpu"')
+    policy = Toy()
+    given: dict[str, Any] = {
+        "policy": policy,
+        "ddp": DDPConfig(),
+        "fsdp": FSDPConfig(),
+        "batch": float_batch(0),
+    }
+    given |= {"optimizer": torch.optim.AdamW(policy.parameters()), "mixed_precision": "fp16", "step": 0}
+    given |= {"last_of_window": True, "window": range(1), "base_lr": 1e-3, "lr_factor": lambda step: 0.5}
+    exec(code, vars(dist) | given)
+    return given["optimizer"].param_groups[0]["lr"], len(given["optimizer"].state)
+
+
+def test_the_step_of_the_docstring_runs():
+    assert run_ranks(1, documented_step, init_group=False) == [(5e-4, 22)]
 
 
 # ------------------------------------------------------------------------------ 1,024 ranks without hardware
@@ -990,12 +1140,12 @@ def test_a_dry_run_of_1024_ranks_covers_every_row_once():
     for name, parameter in whole.items():
         assert sum(out[rank][2][name] for rank in range(64, 96)) == parameter.shape[0], name
     assert out[64][2] == out[0][2] and out[95][2] == out[1023][2] == out[31][2], "replicas hold the same rows"
-    paper = dist.memory_per_rank(act_policy(), 32)
+    paper = memory_per_rank(act_policy(), 32)
     assert paper["parameters"] == out[0][3] == max(held for *_, held in out.values())
 
 
 class Numbered:
-    """A data set whose batch is the numbers of its frames; the last frame of every 100 has one valid step."""
+    """A dataset whose batch is the numbers of its frames; the last frame of every 100 has one valid step."""
 
     def __len__(self) -> int:
         return 1_000_003
@@ -1028,11 +1178,11 @@ def test_a_step_of_1024_ranks_takes_every_sample_of_its_share_once():
 def test_memory_on_paper_adds_up():
     policy = act_policy(camera=True)
     total = sum(p.numel() * 4 for p in policy.parameters())
-    whole = dist.memory_per_rank(policy, 1)
+    whole = memory_per_rank(policy, 1)
     assert whole == {"parameters": total, "gradients": total, "optimizer": 2 * total, "gathered": 0}
-    cut = dist.memory_per_rank(policy, 8)
+    cut = memory_per_rank(policy, 8)
     assert total / 8 <= cut["parameters"] < total / 8 * 1.1 and cut["optimizer"] == 2 * cut["gradients"]
-    half = dist.memory_per_rank(policy, 8, FSDPConfig(param_dtype="bfloat16"))
+    half = memory_per_rank(policy, 8, FSDPConfig(param_dtype="bfloat16"))
     assert half["gathered"] * 2 == cut["gathered"] > 0
-    kept = dist.memory_per_rank(policy, 8, FSDPConfig(ignored_modules=r"model\.backbone"))
+    kept = memory_per_rank(policy, 8, FSDPConfig(ignored_modules=r"model\.backbone"))
     assert kept["parameters"] > cut["parameters"] and kept["gathered"] < cut["gathered"]
