@@ -1,12 +1,12 @@
 """How fast the trainer is on this machine, and whether every layout trains the same: four tables.
 
     python bench.py equality      one curve on every layout: checks tried, checks failed; exit code 1 if any
-    python bench.py speed         step time, one change a row, from LeRobot's to ours; also under torchrun
+    python bench.py speed         step time, one change per row, from LeRobot's to ours; also under torchrun
     python bench.py loader        samples/s from the frame cache, from the decoder, from images in parquet
     python bench.py checkpoint    save and load times, and how long a save holds up the training
 
 --json FILE writes a table's content. What is measured is train.py's own construction and step, beside a step
-from public torch modules (`ReferencePolicy`), which is also what tests compare the policy with.
+from public torch modules (extras/plain_act.py), which is also what tests compare the policy with.
 """
 
 import ctypes
@@ -20,7 +20,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -33,186 +32,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import torchvision
 import tyro
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.models._utils import IntermediateLayerGetter
-from torchvision.ops.misc import FrozenBatchNorm2d
 
 import ckpt
 import data
 import dist
 import model_act
 import train
-
-# ------------------------------------------------------------------------------------------------- reference
-
-
-class ReferencePolicy(nn.Module):
-    """ACT as LeRobot trains it, from public modules: attention that returns its weights, one pass of the
-    backbone a camera, float images, dropout modules. Takes a normalised batch; ACTPolicy's parameter names.
-
-    Source: lerobot 0.6, policies/act/modeling_act.py.
-    """
-
-    def __init__(
-        self, config: model_act.ACTConfig, inputs: dict[str, dict], outputs: dict[str, dict]
-    ) -> None:
-        super().__init__()
-        self.model = ReferenceACT(config, inputs, outputs)
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, l1, kld = self.model.loss(batch)
-        return loss, {"l1_loss": l1.detach(), "kld_loss": kld.detach()}
-
-
-class ReferenceACT(nn.Module):
-    def __init__(self, c: model_act.ACTConfig, inputs: dict[str, dict], outputs: dict[str, dict]) -> None:
-        super().__init__()
-        self.config, dim, action_dim = c, c.dim_model, outputs["action"]["shape"][0]
-        self.cameras = [key for key, f in inputs.items() if f["type"] == "VISUAL"]
-        widths = {key: f["shape"][0] for key, f in inputs.items() if f["type"] != "VISUAL"}
-        self.state_width, self.env_width = widths.get(model_act.STATE), widths.get(model_act.ENV_STATE)
-        if c.use_vae:
-            self.vae_encoder = ReferenceStack(c, c.n_vae_encoder_layers, False)
-            self.vae_encoder_cls_embed = nn.Embedding(1, dim)
-            if self.state_width:
-                self.vae_encoder_robot_state_input_proj = nn.Linear(self.state_width, dim)
-            self.vae_encoder_action_input_proj = nn.Linear(action_dim, dim)
-            self.vae_encoder_latent_output_proj = nn.Linear(dim, c.latent_dim * 2)
-            tokens = 1 + (self.state_width is not None) + c.chunk_size  # the table comes with the weights
-            self.vae_encoder_pos_enc: Tensor
-            self.register_buffer("vae_encoder_pos_enc", torch.zeros(1, tokens, dim))
-        if self.cameras:
-            net = getattr(torchvision.models, c.vision_backbone)(
-                weights=None, norm_layer=FrozenBatchNorm2d,
-                replace_stride_with_dilation=[False, False, c.replace_final_stride_with_dilation],
-            )  # fmt: skip
-            self.backbone = IntermediateLayerGetter(net, {"layer4": "features"})
-        self.encoder = ReferenceStack(c, c.n_encoder_layers, False)
-        self.decoder = ReferenceStack(c, c.n_decoder_layers, True)
-        if self.state_width:
-            self.encoder_robot_state_input_proj = nn.Linear(self.state_width, dim)
-        if self.env_width:
-            self.encoder_env_state_input_proj = nn.Linear(self.env_width, dim)
-        self.encoder_latent_input_proj = nn.Linear(c.latent_dim, dim)
-        if self.cameras:
-            self.encoder_img_feat_input_proj = nn.Conv2d(net.fc.in_features, dim, kernel_size=1)
-        self.encoder_1d_feature_pos_embed = nn.Embedding(1 + len(widths), dim)
-        self.decoder_pos_embed = nn.Embedding(c.chunk_size, dim)
-        self.action_head = nn.Linear(dim, action_dim)
-
-    def forward(
-        self, batch: dict[str, Tensor], noise: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Actions (B, S, A); mean and log variance of the latent (B, L); `noise` (B, L) is drawn if None."""
-        c, weight, mu, log_sigma_x2 = self.config, self.action_head.weight, None, None
-        size = len(next(iter(batch.values())))
-        latent = weight.new_zeros(size, c.latent_dim)
-        if c.use_vae and self.training:  # sequences are (tokens, B, D)
-            tokens = [self.vae_encoder_cls_embed.weight[None].repeat(size, 1, 1)]
-            if self.state_width:
-                tokens.append(self.vae_encoder_robot_state_input_proj(batch[model_act.STATE])[:, None])
-            seen = torch.zeros(size, len(tokens), dtype=torch.bool, device=weight.device)
-            tokens.append(self.vae_encoder_action_input_proj(batch["action"]))
-            pad = torch.cat([seen, batch["action_is_pad"]], 1)
-            positions = self.vae_encoder_pos_enc.transpose(0, 1)
-            encoded = self.vae_encoder(torch.cat(tokens, 1).transpose(0, 1), positions, pad)
-            mu, log_sigma_x2 = self.vae_encoder_latent_output_proj(encoded[0]).split(c.latent_dim, dim=1)
-            latent = mu + log_sigma_x2.div(2).exp() * (torch.randn_like(mu) if noise is None else noise)
-        rows = [self.encoder_latent_input_proj(latent)]
-        if self.state_width:
-            rows.append(self.encoder_robot_state_input_proj(batch[model_act.STATE]))
-        if self.env_width:
-            rows.append(self.encoder_env_state_input_proj(batch[model_act.ENV_STATE]))
-        places = list(self.encoder_1d_feature_pos_embed.weight[:, None])
-        for camera in self.cameras:
-            features = self.backbone(batch[camera])["features"]  # (B, C, h, w)
-            places += list(camera_positions(features, c.dim_model // 2).flatten(2).permute(2, 0, 1))
-            rows += list(self.encoder_img_feat_input_proj(features).flatten(2).permute(2, 0, 1))
-        positions = torch.stack(places)
-        encoded = self.encoder(torch.stack(rows), positions)
-        blank = torch.zeros(c.chunk_size, size, c.dim_model, dtype=encoded.dtype, device=weight.device)
-        decoded = self.decoder(blank, self.decoder_pos_embed.weight[:, None], None, encoded, positions)
-        return self.action_head(decoded.transpose(0, 1)), mu, log_sigma_x2
-
-    def loss(self, batch: dict[str, Tensor], noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """LeRobot's loss, its L1 and its KL (0 without one)."""
-        actions, mu, log_sigma_x2 = self(batch, noise)
-        valid = ~batch["action_is_pad"][..., None]
-        error = (actions - batch["action"]).abs() * valid
-        l1 = error.sum() / (valid.sum() * actions.shape[-1]).clamp_min(1)
-        if mu is None or log_sigma_x2 is None:
-            return l1, l1, torch.zeros_like(l1)
-        kld = (-0.5 * (1 + log_sigma_x2 - mu.pow(2) - log_sigma_x2.exp())).sum(-1).mean()
-        return l1 + kld * self.config.kl_weight, l1, kld
-
-
-class ReferenceStack(nn.Module):
-    def __init__(self, c: model_act.ACTConfig, count: int, decodes: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ReferenceLayer(c, decodes) for _ in range(count))
-        self.norm = nn.LayerNorm(c.dim_model) if c.pre_norm or decodes else nn.Identity()
-
-    def forward(self, x, positions, pad=None, encoded=None, encoded_positions=None) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, positions, pad, encoded, encoded_positions)
-        return self.norm(x)
-
-
-class ReferenceLayer(nn.Module):
-    def __init__(self, c: model_act.ACTConfig, decodes: bool) -> None:
-        super().__init__()
-        self.self_attn = nn.MultiheadAttention(c.dim_model, c.n_heads, dropout=c.dropout)
-        if decodes:
-            self.multihead_attn = nn.MultiheadAttention(c.dim_model, c.n_heads, dropout=c.dropout)
-        self.activation, self.pre_norm = getattr(F, c.feedforward_activation), c.pre_norm
-        self.linear1 = nn.Linear(c.dim_model, c.dim_feedforward)
-        self.linear2 = nn.Linear(c.dim_feedforward, c.dim_model)
-        self.dropout = nn.Dropout(c.dropout)
-        for number in range(1, 4 if decodes else 3):
-            self.add_module(f"norm{number}", nn.LayerNorm(c.dim_model))
-            self.add_module(f"dropout{number}", nn.Dropout(c.dropout))
-
-    def forward(self, x, positions, pad, encoded, encoded_positions) -> Tensor:
-        def attend_self(v: Tensor) -> Tensor:
-            query = v + positions
-            return self.self_attn(query, query, v, key_padding_mask=pad)[0]
-
-        def attend_encoded(v: Tensor) -> Tensor:
-            return self.multihead_attn(v + positions, encoded + encoded_positions, encoded)[0]
-
-        def feedforward(v: Tensor) -> Tensor:
-            return self.linear2(self.dropout(self.activation(self.linear1(v))))
-
-        blocks = [attend_self, *([attend_encoded] if encoded is not None else []), feedforward]
-        for number, block in enumerate(blocks, 1):
-            norm, dropout = self.get_submodule(f"norm{number}"), self.get_submodule(f"dropout{number}")
-            x = x + dropout(block(norm(x) if self.pre_norm else x))
-            x = x if self.pre_norm else norm(x)
-        return x
-
-
-def camera_positions(features: Tensor, dim: int) -> Tensor:
-    """(1, 2 * dim, h, w), computed in each forward, as there."""
-    ones = torch.ones_like(features[0, :1])  # (1, h, w)
-    frequency = 10000 ** (2 * (torch.arange(dim, dtype=torch.float32, device=ones.device) // 2) / dim)
-    waves = []
-    for axis in (1, 2):
-        place = ones.cumsum(axis, dtype=torch.float32)
-        place = place / (place.amax(axis, keepdim=True) + 1e-6) * (2 * math.pi)
-        angle = place[..., None] / frequency
-        waves.append(torch.stack([angle[..., 0::2].sin(), angle[..., 1::2].cos()], -1).flatten(3))
-    return torch.cat(waves, 3).permute(0, 3, 1, 2).to(features.dtype)
-
-
-def normalized(batch: dict[str, Tensor], stats: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """(x - mean) / (std + 1e-8) on every feature, as LeRobot's preprocessor; uint8 is scaled first."""
-    out = {key: value.float() / 255 if value.dtype == torch.uint8 else value for key, value in batch.items()}
-    return out | {k: (out[k] - s["mean"]) / (s["std"] + 1e-8) for k, s in stats.items() if k in out}
-
+from extras import assembly, datasets, noise, plain_act
+from extras.flags import UserError, act_config, is_user_error
+from extras.ranks import run_ranks
 
 # -------------------------------------------------------------------------------------------------- equality
 
@@ -246,6 +79,7 @@ LAYOUTS = {
 MINUTES = ("compiled-accum2", "ddp2-compiled", "fsdp2-compiled")
 GLOBAL_BATCH = 8
 METRICS = ("loss", "l1_loss", "kld_loss", "grad_norm")
+CELLS = (*METRICS, "ids", "weights", "ranks agree")
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 
 # Relative, and set before any run. In float32 Adam turns rounding of a gradient near zero into steps of up
@@ -277,20 +111,16 @@ class Equality:
     """File that the table is written to."""
 
 
-class NoiseFrames:
-    """Frames of noise that depend on their number alone."""
-
-    def __init__(self, count: int, height: int, width: int) -> None:
-        self.count, self.shape = count, (height, width)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def get(self, row: int) -> np.ndarray:
-        return np.random.default_rng(row).integers(0, 256, (*self.shape, 3), dtype=np.uint8)
-
-    def cache_key(self) -> str:
-        return f"noise-{self.count}-{self.shape}"
+SMALL_POLICY = train.PolicyFlags(
+    pretrained_backbone_weights=None,
+    dim_model=64,
+    n_heads=4,
+    dim_feedforward=256,
+    n_encoder_layers=2,
+    n_vae_encoder_layers=2,
+    latent_dim=8,
+    dropout=0.1,
+)
 
 
 def small_job(
@@ -305,21 +135,20 @@ def small_job(
     cfg = train.Config(
         steps=steps * layout.accumulation,
         batch_size=GLOBAL_BATCH // layout.world_size // layout.accumulation,
-        device=device, compile=layout.compile, gradient_accumulation_steps=layout.accumulation,  # type: ignore[arg-type]
+        device=device,  # type: ignore[arg-type]
+        compile=layout.compile,
+        gradient_accumulation_steps=layout.accumulation,
         mixed_precision=precision if precision in ("bf16", "fp16") else "no",  # type: ignore[arg-type]
         parallelism=dist.ParallelismConfig(layout.world_size // layout.dp_shard, layout.dp_shard),
-        policy=train.PolicyFlags(
-            pretrained_backbone_weights=None, dim_model=64, n_heads=4, dim_feedforward=256,
-            n_encoder_layers=2, n_vae_encoder_layers=2, latent_dim=8, dropout=0.1,
-        ),
-    )  # fmt: skip
+        policy=SMALL_POLICY,
+    )
     lengths, rng = [230, 60, 310, 90, 140], np.random.default_rng(0)
     count = sum(lengths)
-    keys = (data.ACTION, data.STATE, *([] if camera else [data.ENV_STATE]))
-    columns = {key: rng.normal(size=(count, 14)).astype(np.float32) for key in keys}
-    cameras = {"observation.images.top": NoiseFrames(count, 48, 64)} if camera else {}
+    keys = [data.ACTION, data.STATE] if camera else [data.ACTION, data.STATE, data.ENV_STATE]
+    columns = {key: rng.normal(size=(count, noise.ACTION_DIM)).astype(np.float32) for key in keys}
+    cameras = {"observation.images.top": noise.NoiseFrames(count, 48, 64)} if camera else {}
     flags, chunk_size = replace(cfg.dataset, cache="off"), cfg.policy.chunk_size
-    train_set, _ = data.open_columns(flags, chunk_size, columns, lengths, 50, cameras)
+    train_set, _, _ = data.open_columns(flags, chunk_size, columns, lengths, 50, cameras)
     return cfg, train_set
 
 
@@ -342,34 +171,33 @@ def record(
     """
     cfg, train_set = small_job(layout, precision, steps, device, camera)
     cluster = dist.start(cfg.device, cfg.parallelism)
-    dist.set_numerics(tf32=False)
+    dist.set_process(tf32=False, compiled=cfg.compile)
     policy = train.build_policy(cfg, train_set, None)
     if precision == "float64":
         policy.double()
-    parts = train.prepare(cfg, cluster, policy)
-    if parts.scaler is not None:
-        parts.scaler.scale.fill_(
-            2.0**10
-        )  # below any overflow of this job: which updates are skipped is tested apart
+    learner = train.prepare(cfg, cluster, policy)
+    if learner.scaler is not None:
+        # Below any overflow of this job: which updates are skipped is compared apart, with `overflow_at`.
+        learner.scaler.scale.fill_(2.0**10)
     batches = data.TrainBatches(
         train_set, cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size, layout.accumulation, cfg.steps
     )
     loader = data.to_device(data.make_loader(batches, num_workers=0), cluster.device)
     sums = dist.MetricSums(cluster)
-    parts.module.train()
+    learner.module.train()
     out: dict[str, Any] = {"rows": [], "ids": [], "digests": [], "scales": [], "weights": None}
     for step in batches.steps:
         batch, window = next(loader), batches.window(step)
         out["ids"].append(batch["index"].tolist())
         if len(out["rows"]) == overflow_at and cluster.rank == cluster.world_size - 1:
             batch[data.STATE][0, 0] = math.inf
-        train.train_step(cfg, cluster, parts, batch, window, step, sums)
+        train.train_step(cfg, cluster, learner, batch, window, step, sums)
         if step + 1 == window.stop:
             out["rows"].append(sums.reduce())
             if overflow_at >= 0:
-                out["digests"].append(digest({n: dist._local(p) for n, p in parts.policy.named_parameters()}))
-                out["scales"].append(parts.scaler.state_dict()["scale"] if parts.scaler else 1.0)
-    weights = {name: value.detach().cpu() for name, value in dist.gathered_state_dict(parts.policy).items()}
+                out["digests"].append(digest(dict(policy.named_parameters())))
+                out["scales"].append(learner.scaler.state_dict()["scale"] if learner.scaler else 1.0)
+    weights = {name: value.detach().cpu() for name, value in dist.gathered_state_dict(policy).items()}
     out["final"] = digest(weights)
     if rank == 0:
         out["weights"] = {name: value.numpy() for name, value in weights.items()}
@@ -377,18 +205,25 @@ def record(
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    """Of this rank's own values: of a sharded tensor its shard."""
+    total = hashlib.sha256()
     for tensor in tensors.values():
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        total.update(local.detach().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()
 
 
 Column = tuple[int, int, float]
 """(checks tried, checks failed, worst relative difference)"""
 
 
-def compare(first: list[dict], other: list[dict], layouts: tuple[Layout, Layout], tolerance: float,
-            with_weights: bool) -> dict[str, Column]:  # fmt: skip
+def compare(
+    first: list[dict],
+    other: list[dict],
+    layouts: tuple[Layout, Layout],
+    tolerance: float,
+    with_weights: bool,
+) -> dict[str, Column]:
     """What the ranks of two layouts recorded, column by column."""
     columns: dict[str, Column] = {}
     for name in METRICS:
@@ -398,9 +233,8 @@ def compare(first: list[dict], other: list[dict], layouts: tuple[Layout, Layout]
     columns["ids"] = column([float(a != b) for a, b in zip(*ids)], 0, len(ids[0]))
     if with_weights:
         a, b = first[0]["weights"], other[0]["weights"]
-        columns["weights"] = column(
-            [relative(a[name], b[name]) for name in a if name in b], tolerance, len(a)
-        )
+        differences = [relative(a[name], b[name]) for name in a if name in b]
+        columns["weights"] = column(differences, tolerance, len(a))
     columns["ranks agree"] = column([float(r["final"] != other[0]["final"]) for r in other], 0, len(other))
     return columns
 
@@ -420,10 +254,11 @@ def relative(a: Any, b: Any) -> float:
 def window_ids(ranks: list[dict], layout: Layout) -> list[list[int]]:
     """The samples of each optimizer step, in the order of the run."""
     steps = range(len(ranks[0]["ids"]))
-    windows = [steps[i : i + layout.accumulation] for i in steps[:: layout.accumulation]]
-    return [
-        [sample for step in window for rank in ranks for sample in rank["ids"][step]] for window in windows
-    ]
+    samples = []
+    for start in steps[:: layout.accumulation]:
+        window = steps[start : start + layout.accumulation]
+        samples.append([sample for step in window for rank in ranks for sample in rank["ids"][step]])
+    return samples
 
 
 def overflow_checks(ranks: list[dict]) -> Column:
@@ -432,19 +267,21 @@ def overflow_checks(ranks: list[dict]) -> Column:
     checks = []
     for rank in ranks:
         (before, at, after), scales = rank["digests"], rank["scales"]
-        checks += [before == at, at != after, scales == [scales[0], scales[0] / 2, scales[0] / 2],
-                   math.isfinite(rank["rows"][2]["loss"])]  # fmt: skip
+        checks += [before == at, at != after]
+        checks += [scales == [scales[0], scales[0] / 2, scales[0] / 2]]
+        checks += [math.isfinite(rank["rows"][2]["loss"])]
     return len(checks), checks.count(False), float(False in checks)
 
 
 def equality(flags: Equality) -> int:
     """The table. Returns the exit code."""
-    layouts = {name: LAYOUTS[name] for name in known("layouts", flags.layouts, LAYOUTS)}
+    layouts = {name: LAYOUTS[name] for name in chosen_names("layouts", flags.layouts, LAYOUTS)}
     if flags.device == "cuda":
         layouts = {name: layout for name, layout in layouts.items() if layout.world_size == 1}
     print(f"{flags.steps} optimizer steps of {GLOBAL_BATCH} samples on {flags.device}: {', '.join(layouts)}")
-    print(f"{'precision':<10}{'layout':<18}" + "".join(f"{name:>13}" for name in (*METRICS, "ids", "weights"))
-          + f"{'ranks agree':>13}{'checks':>9}{'failed':>8}   (worst relative difference)")  # fmt: skip
+    heads = "".join(f"{name:>13}" for name in CELLS)
+    tail = "   (worst relative difference)"
+    print(f"{'precision':<10}{'layout':<18}{heads}{'checks':>9}{'failed':>8}{tail}")
     table: list[dict[str, Any]] = []
     single32 = None
 
@@ -455,102 +292,41 @@ def equality(flags: Equality) -> int:
     def add(precision: str, name: str, columns: dict[str, Column]) -> None:
         checks, failed = (sum(c[i] for c in columns.values()) for i in (0, 1))
         table.append({"precision": precision, "layout": name, "checks": checks, "failed": failed} | columns)
-        cells = [f"{columns[k][2]:>13.1e}" if k in columns else f"{'-':>13}"
-                 for k in (*METRICS, "ids", "weights", "ranks agree")]  # fmt: skip
+        cells = [f"{columns[key][2]:>13.1e}" if key in columns else f"{'-':>13}" for key in CELLS]
         print(f"{precision:<10}{name:<18}{''.join(cells)}{checks:>9}{failed:>8}", flush=True)
 
     for precision in flags.precisions:
-        first, tolerance = None, TOLERANCES[precision]
+        first, first_layout, tolerance = None, None, TOLERANCES[precision]
         for name, layout in layouts.items():
             if name in MINUTES and precision != "float64" and not flags.layouts:
                 continue
             ranks = run(layout, precision, flags.steps)
-            if first is None:
-                first, first_layout = ranks, layout
-                single32 = ranks if precision == "float32" else single32
-                if single32 is not None and precision in ("bf16", "fp16"):
-                    columns = compare(single32, ranks, (layout, layout), tolerance, False)
-                    add(precision, f"{name} : float32", columns)
+            if first is not None and first_layout is not None:
+                weights = precision in COMPARES_WEIGHTS
+                add(precision, name, compare(first, ranks, (first_layout, layout), tolerance, weights))
                 continue
-            weights = precision in COMPARES_WEIGHTS
-            add(precision, name, compare(first, ranks, (first_layout, layout), tolerance, weights))
-        for name, layout in layouts.items() if precision == "fp16" else ():
-            if layout.compile or layout.accumulation > 1:
-                continue
-            add(
-                precision,
-                f"{name} : inf",
-                {"overflow": overflow_checks(run(layout, precision, 3, overflow_at=1))},
-            )
+            first, first_layout = ranks, layout
+            if precision == "float32":
+                single32 = ranks
+            if single32 is not None and precision in ("bf16", "fp16"):
+                columns = compare(single32, ranks, (layout, layout), tolerance, False)
+                add(precision, f"{name} : float32", columns)
+        if precision == "fp16":
+            for name, layout in layouts.items():
+                if not layout.compile and layout.accumulation == 1:
+                    ranks = run(layout, precision, 3, overflow_at=1)
+                    add(precision, f"{name} : inf", {"overflow": overflow_checks(ranks)})
     checks, failed = (sum(row[key] for row in table) for key in ("checks", "failed"))
     print(f"{checks} checks tried, {failed} failed")
     write_json(flags.json, {"checks": checks, "failed": failed, "tolerances": TOLERANCES, "rows": table})
     return int(failed > 0 or checks == 0)
 
 
-def known(flag: str, chosen: tuple[str, ...], names: Any) -> list[str]:
+def chosen_names(flag: str, chosen: tuple[str, ...], names: Any) -> list[str]:
+    """Those of `names` that a flag's values choose, in the order of `names`; all where it has none."""
     if unknown := [name for name in chosen if name not in names]:
-        raise ValueError(f"--{flag}={unknown[0]} is not known; use some of {', '.join(names)}.")
+        raise UserError(f"--{flag}={unknown[0]} is not known; use some of {', '.join(names)}.")
     return [name for name in names if not chosen or name in chosen]
-
-
-def run_ranks(world_size: int, function: Callable, *args: Any, deadline_s: float) -> list:
-    """function(rank, world_size, *args) in gloo ranks of this machine, one thread each; results by rank.
-
-    Raises:
-        RuntimeError: a rank failed (with its traceback), died, or took longer than the deadline.
-    """
-    context = multiprocessing.get_context("forkserver")  # ranks inherit no thread and no lock of this process
-    context.set_forkserver_preload(["torch", "torchvision", "torch.distributed.fsdp", "tyro"])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, args, queue), daemon=True)
-             for rank in range(world_size)]  # fmt: skip
-    for process in ranks:
-        process.start()
-    results: dict[int, Any] = {}
-    end = time.monotonic() + deadline_s
-    try:
-        while len(results) < world_size:
-            if time.monotonic() > end:
-                raise RuntimeError(
-                    f"{function.__name__}{args}: {world_size} ranks hung for {deadline_s:.0f} s"
-                )
-            dead = [
-                rank for rank, p in enumerate(ranks) if rank not in results and p.exitcode not in (None, 0)
-            ]
-            try:
-                rank, fine, result = queue.get(timeout=1)
-            except Exception:
-                if dead:
-                    raise RuntimeError(f"{function.__name__}{args}: ranks {dead} died") from None
-                continue
-            if not fine:
-                raise RuntimeError(f"{function.__name__}{args}: rank {rank} failed:\n{result}")
-            results[rank] = result
-    finally:
-        for process in ranks:
-            process.join(timeout=5 if len(results) == world_size else 0)
-            process.kill()
-            process.join()  # until then the process object keeps the queue's semaphores
-    return [results[rank] for rank in range(world_size)]
-
-
-def _rank(function: Callable, rank: int, world_size: int, port: int, args: tuple, queue: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    try:
-        queue.put((rank, True, function(rank, world_size, *args)))
-    except BaseException:
-        queue.put((rank, False, traceback.format_exc()))
-    queue.close()
-    queue.join_thread()
-    os._exit(0)  # the group's destructor may wait for peers that are gone
 
 
 # ----------------------------------------------------------------------------------------------------- speed
@@ -558,7 +334,7 @@ def _rank(function: Callable, rank: int, world_size: int, port: int, args: tuple
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train. The first six are the reference step with one change more each; then our own step."""
+    """One way to train. The first six are the reference step, each with one change more; then ours."""
 
     ours: bool = False
     fused: bool = False
@@ -586,7 +362,7 @@ DDP_ONLY = ("+no-broadcast", "+one-all-reduce")
 
 @dataclass(frozen=True)
 class Speed:
-    """Step time, one change a row; the job: batch 8 a rank, one 480x640 camera, paper-size ACT."""
+    """Step time, one change per row; the job: batch 8 per rank, one 480x640 camera, paper-size ACT."""
 
     steps: int = 300
     """Steps of each row, the first of them not measured."""
@@ -619,11 +395,23 @@ class FloatImages(data.TrainBatches):
     """The same batches with images as LeRobot's loader gives them: float32 in [0, 1]."""
 
     def __getitem__(self, step: int) -> dict[str, Tensor]:
-        return normalized(super().__getitem__(step), {})
+        return plain_act.normalized(super().__getitem__(step), {})
+
+
+class ReferencePolicy(nn.Module):
+    """The loss of a normalised batch, and its terms; parameters are called as in model_act.ACTPolicy."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.model = plain_act.PlainACT(*args)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, l1_loss, kld_loss = self.model.loss(batch)
+        return loss, {"l1_loss": l1_loss.detach(), "kld_loss": kld_loss.detach()}
 
 
 class ReferenceStep:
-    """One training step as LeRobot's loop does it, on a raw batch. Called, it gives the loss, if it may."""
+    """One training step as LeRobot's loop does it, on a raw batch. It returns the loss, or NaN if unread."""
 
     def __init__(
         self,
@@ -635,39 +423,49 @@ class ReferenceStep:
         row: Row = Row(),
     ) -> None:
         policy, device = ReferencePolicy(config, inputs, outputs).train(), torch.device("cpu")
-        self.module, self.model, self.row = policy, policy.model, row
+        self.module: nn.Module = policy
+        self.model, self.row = policy.model, row
         if cluster is not None:
             device = cluster.device
             if row.compile:
                 mode = "reduce-overhead" if device.type == "cuda" else "default"
                 self.model.compile(mode=mode, dynamic=False)
             # Accelerate's DDP as LeRobot configures it; the options of ours for the last row.
-            ddp = dist.DDPConfig(
-                25, row.broadcast, gradient_as_bucket_view=False, find_unused_parameters=True
+            lerobots = dist.DDPConfig(
+                bucket_cap_mb=25,
+                broadcast_buffers=row.broadcast,
+                gradient_as_bucket_view=False,
+                find_unused_parameters=True,
             )
-            self.module = dist.parallelize(policy, cluster, dist.DDPConfig() if row.one_bucket else ddp)  # type: ignore[assignment]
-        self.stats = {key: {name: torch.as_tensor(value).to(device) for name, value in entry.items()}
-                      for key, entry in (stats or {}).items() if key != model_act.ENV_STATE}  # fmt: skip
-        named = list(policy.named_parameters())
-        lrs = {False: config.optimizer_lr, True: config.optimizer_lr_backbone}
-        groups = [
-            {"params": [p for n, p in named if n.startswith("model.backbone") is backbone], "lr": lr}
-            for backbone, lr in lrs.items()
+            self.module = dist.parallelize(policy, cluster, dist.DDPConfig() if row.one_bucket else lerobots)
+        self.stats = {}
+        for key, entry in (stats or {}).items():
+            if key != model_act.ENV_STATE:
+                self.stats[key] = {name: torch.as_tensor(value).to(device) for name, value in entry.items()}
+        groups: list[dict[str, Any]] = [
+            {"params": [], "lr": config.optimizer_lr},
+            {"params": [], "lr": config.optimizer_lr_backbone},
         ]
+        for name, parameter in policy.named_parameters():
+            groups[name.startswith("model.backbone")]["params"].append(parameter)
         self.optimizer = torch.optim.AdamW(
             groups, weight_decay=config.optimizer_weight_decay, fused=row.fused or None
         )
 
     def __call__(self, batch: dict[str, Tensor]) -> float:
         torch.compiler.cudagraph_mark_step_begin()
-        loss, parts = self.module(normalized(batch, self.stats))
-        values = [value.item() for value in parts.values()] if self.row.read_back else []
+        loss, loss_terms = self.module(plain_act.normalized(batch, self.stats))
+        if self.row.read_back:
+            for term in loss_terms.values():
+                term.item()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 10.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        values += [norm.item(), loss.item()] if self.row.read_back else [math.nan]
-        return values[-1]
+        if not self.row.read_back:
+            return math.nan
+        norm.item()
+        return loss.item()
 
 
 class OurStep:
@@ -677,35 +475,37 @@ class OurStep:
         self, row: Row, cfg: train.Config, cluster: dist.Cluster, policy: model_act.ACTPolicy
     ) -> None:
         self.cfg, self.cluster = replace(cfg, compile=row.compile, mixed_precision=row.precision), cluster
-        self.parts, self.sums = train.prepare(self.cfg, cluster, policy), dist.MetricSums(cluster)
-        self.parts.module.train()
+        self.learner, self.sums = train.prepare(self.cfg, cluster, policy), dist.MetricSums(cluster)
+        self.learner.module.train()
         self.done = 0
 
     def __call__(self, batch: dict[str, Tensor]) -> None:
         window = range(self.done, self.done + 1)
-        train.train_step(self.cfg, self.cluster, self.parts, batch, window, self.done, self.sums)
+        train.train_step(self.cfg, self.cluster, self.learner, batch, window, self.done, self.sums)
         self.done += 1
 
 
 class Runner:
     """A row's step and the batches that it is fed with."""
 
-    def __init__(self, row: Row, cfg: train.Config, cluster: dist.Cluster, policy: model_act.ACTPolicy,
-                 loader: data.DeviceBatches) -> None:  # fmt: skip
+    def __init__(
+        self,
+        row: Row,
+        cfg: train.Config,
+        cluster: dist.Cluster,
+        policy: model_act.ACTPolicy,
+        loader: data.DeviceBatches,
+    ) -> None:
         self.loader, self.cuda = loader, cluster.device.type == "cuda"
-        config, inputs, outputs, stats = (
-            policy.config,
-            policy.input_features,
-            policy.output_features,
-            policy.stats or {},
-        )
+        config, stats = policy.config, policy.stats or {}
+        features = (policy.input_features, policy.output_features)
         self.step: Callable
         if row.ours:
-            own = model_act.ACTPolicy(config, inputs, outputs, stats)
+            own = model_act.ACTPolicy(config, *features, stats)
             own.load_state_dict(policy.state_dict())
             self.step = OurStep(row, cfg, cluster, own)
         else:
-            self.step = ReferenceStep(config, inputs, outputs, stats, cluster, row)
+            self.step = ReferenceStep(config, *features, stats, cluster, row)
             self.step.model.load_state_dict(policy.model.state_dict())  # strict: the names are the same
 
 
@@ -725,12 +525,11 @@ class RowProcess:
 
     def receive(self) -> Any:
         try:
-            fine, result = self.pipe.recv()
+            succeeded, result = self.pipe.recv()
         except EOFError:
-            raise RuntimeError(
-                f"the process of a row died (exit code {self.process.exitcode}); see above."
-            ) from None
-        if not fine:
+            code = self.process.exitcode
+            raise RuntimeError(f"the process of a row died (exit code {code}); see above.") from None
+        if not succeeded:
             raise RuntimeError(f"a row failed:\n{result}")
         return result
 
@@ -761,18 +560,18 @@ def rows_of(flags: Speed, names: list[str], keep_memory: bool) -> tuple[dist.Clu
     cfg = replace(cfg, batch_size=flags.batch_size, num_workers=flags.num_workers, device=flags.device)
     cfg = replace(cfg, sim=replace(cfg.sim, episodes=5))
     size = flags.dataset.image_size or (cfg.dataset.image_size if flags.dataset.root is None else None)
-    cfg = replace(cfg, dataset=replace(flags.dataset, image_size=size),
-                  policy=replace(cfg.policy, pretrained_backbone_weights=None, dropout=0.1))  # fmt: skip
+    policy_flags = replace(cfg.policy, pretrained_backbone_weights=None, dropout=0.1)
+    cfg = replace(cfg, dataset=replace(flags.dataset, image_size=size), policy=policy_flags)
     cluster = dist.start(cfg.device)
-    dist.set_numerics(flags.tf32, keep_memory)
-    train_set, _, policy = train.build(cfg, cluster, None)
+    dist.set_process(flags.tf32, keep_memory, compiled=any(ROWS[name].compile for name in names))
+    train_set, _, policy, _ = train.build(cfg, cluster, None)
     total = len(names) * (flags.steps + 3)
-    batches = {kind: cls(train_set, cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size, 1, total)
-               for kind, cls in ((True, data.TrainBatches), (False, FloatImages))}  # fmt: skip
 
     @functools.cache
     def loader_of(ours: bool) -> data.DeviceBatches:
-        return data.to_device(train.make_loader(cfg, cluster, batches[ours]), cluster.device)
+        order = (cfg.seed, cfg.batch_size, cluster.rank, cluster.world_size, 1, total)
+        batches = data.TrainBatches(train_set, *order) if ours else FloatImages(train_set, *order)
+        return data.to_device(assembly.make_loader(cfg, cluster, batches), cluster.device)
 
     def build_row(name: str) -> tuple[Runner, dict[str, float]]:
         before = memory(cluster.device, reset=True)
@@ -788,10 +587,10 @@ def rows_of(flags: Speed, names: list[str], keep_memory: bool) -> tuple[dist.Clu
 def speed(flags: Speed) -> int:
     """The table. Collective under torchrun: rank 0 prints, times are the slowest rank's."""
     if not 0 < flags.warmup < flags.steps:
-        raise ValueError(
+        raise UserError(
             f"--steps={flags.steps} must be more than --warmup={flags.warmup}, which is at least 1."
         )
-    chosen = known("rows", flags.rows, ROWS)
+    chosen = chosen_names("rows", flags.rows, ROWS)
     cluster, build_row, count = rows_of(flags, chosen, keep_memory=True)
     if cluster.world_size == 1 and not flags.rows:
         chosen = [name for name in chosen if name not in DDP_ONLY]
@@ -819,23 +618,25 @@ def speed(flags: Speed) -> int:
             if isinstance(turn, RowProcess):
                 turn.close()
     for name, row in table.items():
-        deciles = (
-            statistics.quantiles(times[name], n=10, method="inclusive")
-            if len(times[name]) > 1
-            else times[name] * 9
-        )
-        kind = "bf16" if ROWS[name].precision == "bf16" else "float32"
-        floor = count / rates[kind]
-        row |= {"median_s": statistics.median(times[name]), "p10_s": deciles[0], "p90_s": deciles[8]}
-        row |= {"worst_s": max(times[name]), "data": sum(waits[name]) / sum(times[name]), "floor_s": floor}
-        row |= {"to_floor": row["median_s"] / floor}
+        floor = count / rates["bf16" if ROWS[name].precision == "bf16" else "float32"]
+        row |= summary(times[name], floor) | {"data": sum(waits[name]) / sum(times[name])}
         row |= {"to_reference": row["median_s"] / table[chosen[0]]["median_s"]}
     if cluster.is_main:
         print_speed(flags, cluster, table, count, rates)
-        write_json(flags.json, {**machine(cluster), "operations": count, "rates": rates, "rows": table,
-                                "flags": asdict(flags)})  # fmt: skip
+        content = {**machine(cluster), "operations": count, "rates": rates, "rows": table}
+        write_json(flags.json, content | {"flags": asdict(flags)})
     dist.finish(cluster)
     return 0
+
+
+def summary(times: list[float], floor_s: float) -> dict[str, float]:
+    """Of a row's step times, beside the time that its operations take at the rate of matrix products."""
+    median, tenth, ninetieth = times[0], times[0], times[0]
+    if len(times) > 1:
+        deciles = statistics.quantiles(times, n=10, method="inclusive")
+        median, tenth, ninetieth = statistics.median(times), deciles[0], deciles[8]
+    row = {"median_s": median, "p10_s": tenth, "p90_s": ninetieth, "worst_s": max(times)}
+    return row | {"floor_s": floor_s, "to_floor": median / floor_s}
 
 
 def print_speed(
@@ -843,11 +644,11 @@ def print_speed(
 ) -> None:
     for key, value in machine(cluster).items():
         print(f"{key}: {value}")
-    print(f"job: batch {flags.batch_size} a rank, {cluster.world_size} ranks, {flags.size} policy, "
-          f"steps {flags.warmup + 1} to {flags.steps}")  # fmt: skip
     print(
-        f"floor: {count / 1e9:.1f} GFLOP a step (the reference's), over the measured rate of matrix products:"
+        f"job: batch {flags.batch_size} per rank, {cluster.world_size} ranks, {flags.size} policy, "
+        f"steps {flags.warmup + 1} to {flags.steps}"
     )
+    print(f"floor: {count / 1e9:.1f} GFLOP per step (the reference's), over the rate of matrix products:")
     for kind, rate in rates.items():
         print(f"  {kind}: {rate / 1e9:.1f} GFLOP/s, {count / rate * 1e3:.2f} ms")
     heads = ["median ms", "p10", "p90", "worst", "first s", "memory GB", "launches", "data"]
@@ -902,11 +703,10 @@ def slowest(cluster: dist.Cluster, seconds: list[float]) -> list[float]:
 
 
 def launches(runner: Runner) -> float:
-    """Kernels and graphs that the host launches in a step; on a CPU, operators that it calls."""
-    kinds = [
-        torch.profiler.ProfilerActivity.CPU,
-        *([torch.profiler.ProfilerActivity.CUDA] if runner.cuda else []),
-    ]
+    """Kernels and graphs that the host launches per step; on a CPU, operators that it calls."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if runner.cuda:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profile:
         measure(runner, 2)
     events = list(profile.events())
@@ -948,11 +748,12 @@ def operations(policy: model_act.ACTPolicy, batch_size: int) -> int:
 
 
 def matmul_rates(device: torch.device) -> dict[str, float]:
-    """Operations a second of a large matrix product, the best of some: what no step can exceed."""
-    size, rates = (8192, {}) if device.type == "cuda" else (2048, {})
-    threads = torch.get_num_threads()
+    """Operations per second of a large matrix product, the best of six: what no step can exceed."""
+    on_gpu, threads = device.type == "cuda", torch.get_num_threads()
+    size, repeats = (8192, 10) if on_gpu else (2048, 1)
+    rates: dict[str, float] = {}
     cases = [(kind, threads) for kind in ("float32", "bf16")]
-    if device.type == "cpu":  # beside the floor: what the other number of threads would give
+    if not on_gpu:  # beside the floor: what the other number of threads would give
         cases += [(kind, 1 if threads > 1 else os.cpu_count() or 1) for kind in ("float32", "bf16")]
     for kind, used in cases:
         torch.set_num_threads(used)
@@ -960,11 +761,11 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
         best = math.inf
         for _ in range(6):
             start = time.perf_counter()
-            for _ in range(10 if device.type == "cuda" else 1):
-                a @ a
-            if device.type == "cuda":
+            for _ in range(repeats):
+                torch.mm(a, a)
+            if on_gpu:
                 torch.cuda.synchronize()
-            best = min(best, (time.perf_counter() - start) / (10 if device.type == "cuda" else 1))
+            best = min(best, (time.perf_counter() - start) / repeats)
         rates[kind if used == threads else f"{kind} at {used} threads"] = 2 * size**3 / best
     torch.set_num_threads(threads)
     return rates
@@ -999,9 +800,9 @@ class Loader:
     """Time to read an item (one camera, a chunk of actions) on one core, for each way to store frames."""
 
     root: str | None = None
-    """A LeRobot data set. None: one made here, with a 480x640 camera in H.264 and the same one as PNG."""
+    """A LeRobot dataset. None: one made here, with a 480x640 camera in H.264 and the same one as PNG."""
     frames: int = 240
-    """Frames of the data set that is made here."""
+    """Frames of the dataset that is made here."""
     chunk_size: int = 100
     """Action steps of an item."""
     num_workers: int = 2
@@ -1012,43 +813,55 @@ class Loader:
     """File that the table is written to."""
 
 
+NEEDED = 8 / 0.013
+"""Items per second of a rank that trains a batch of 8 in 13 ms."""
+
+
 def loader(flags: Loader) -> int:
     torch.set_num_threads(1)
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(flags.root) if flags.root else write_data_set(Path(folder) / "set", flags.frames)
+        root = Path(flags.root) if flags.root else noise.write_dataset(Path(folder) / "set", flags.frames)
         features = json.loads((root / "meta" / "info.json").read_text())["features"]
-        for key, kind in ((k, f["dtype"]) for k, f in features.items() if f["dtype"] in ("video", "image")):
-            cfg = data.DatasetConfig(str(root), image_keys=(key,), cache="off", cache_dir=f"{folder}/cache")
-            direct, _ = data.open_dataset(cfg, flags.chunk_size)  # scans the videos, which is done once
-            start = time.perf_counter()
-            data.open_dataset(replace(cfg, cache="disk"), flags.chunk_size)
-            built = time.perf_counter() - start
-            warm, _ = data.open_dataset(replace(cfg, cache="disk"), flags.chunk_size)
-            item_s = seconds_per_item(warm, flags.seconds)
-            row = {"warm_ms": item_s * 1e3, "direct_ms": seconds_per_item(direct, flags.seconds) * 1e3}
-            row |= {"build_frames_per_s": len(warm) / built, "loader_items_per_s": items_per_s(warm, flags)}
-            if kind == "image":
-                row["one_image_ms"] = seconds_per_image(root, key, flags.seconds) * 1e3
-            rows[f"{key} ({kind})"] = row
-    need = 8 / 0.013  # items a second of a rank that trains a batch of 8 in 13 ms
+        for key, feature in features.items():
+            if feature["dtype"] in ("video", "image"):
+                rows[f"{key} ({feature['dtype']})"] = loader_row(flags, root, key, feature["dtype"], folder)
     for name, value in machine().items():
         print(f"{name}: {value}")
     for name, row in rows.items():
-        print(f"{name}:\n  {row['warm_ms']:.3f} ms an item from the warm cache")
-        print(f"  {row['direct_ms']:.2f} ms an item decoded on demand")
-        if "one_image_ms" in row:
-            row["direct_to_one_image"] = row["direct_ms"] / row["one_image_ms"]
+        print(f"{name}:\n  {row['warm_ms']:.3f} ms per item from the warm cache")
+        print(f"  {row['direct_ms']:.2f} ms per item decoded on demand")
+        if "direct_to_one_image" in row:
             print(f"  decoded is {row['direct_to_one_image']:.2f} times the decoding of one image alone")
-        print(f"  {row['build_frames_per_s']:.0f} frames/s into the cache; the loader gives "
-              f"{row['loader_items_per_s']:.0f} items/s with {flags.num_workers} workers")  # fmt: skip
+        built, loaded = row["build_frames_per_s"], row["loader_items_per_s"]
+        print(f"  {built:.0f} frames/s into the cache", end="; ")
+        print(f"the loader gives {loaded:.0f} items/s with {flags.num_workers} workers")
         for way in ("warm", "direct"):
-            cores = need * row[f"{way}_ms"] / 1e3
-            row[f"workers_a_rank_at_13_ms_{way}"] = math.ceil(cores)
-            print(f"  batch 8 in 13 ms: {need:.0f} items/s = {cores:.2f} cores ({way})", end="")
-            print(f", {math.ceil(cores)} workers a rank; 8 GPUs: {8 * need:.0f} items/s")
-    write_json(flags.json, {**machine(), "rows": rows, "items_per_s_needed": need})
+            cores, workers = NEEDED * row[f"{way}_ms"] / 1e3, row[f"workers_a_rank_at_13_ms_{way}"]
+            print(f"  batch 8 in 13 ms: {NEEDED:.0f} items/s = {cores:.2f} cores ({way})", end=", ")
+            print(f"{workers} workers per rank; 8 GPUs: {8 * NEEDED:.0f} items/s")
+    write_json(flags.json, {**machine(), "rows": rows, "items_per_s_needed": NEEDED})
     return 0
+
+
+def loader_row(flags: Loader, root: Path, key: str, kind: str, folder: str) -> dict[str, float]:
+    """The figures of one camera."""
+    cfg = data.DatasetConfig(str(root), image_keys=(key,), cache="off", cache_dir=f"{folder}/cache")
+    # The videos are scanned at the first opening, and only then: the time to build the cache is without it.
+    direct, _, _ = datasets.open_dataset(cfg, flags.chunk_size)
+    start = time.perf_counter()
+    datasets.open_dataset(replace(cfg, cache="disk"), flags.chunk_size)
+    built = time.perf_counter() - start
+    warm, _, _ = datasets.open_dataset(replace(cfg, cache="disk"), flags.chunk_size)
+    row = {"warm_ms": seconds_per_item(warm, flags.seconds) * 1e3}
+    row |= {"direct_ms": seconds_per_item(direct, flags.seconds) * 1e3}
+    row |= {"build_frames_per_s": len(warm) / built, "loader_items_per_s": items_per_s(warm, flags)}
+    if kind == "image":
+        row["one_image_ms"] = seconds_per_image(root, key, flags.seconds) * 1e3
+        row["direct_to_one_image"] = row["direct_ms"] / row["one_image_ms"]
+    for way in ("warm", "direct"):
+        row[f"workers_a_rank_at_13_ms_{way}"] = math.ceil(NEEDED * row[f"{way}_ms"] / 1e3)
+    return row
 
 
 def seconds_per_item(dataset: data.EpisodeDataset, seconds: float) -> float:
@@ -1089,87 +902,6 @@ def seconds_per_image(root: Path, key: str, seconds: float) -> float:
     return (time.perf_counter() - start) / count
 
 
-def write_data_set(root: Path, frames: int, height: int = 480, width: int = 640) -> Path:
-    """A LeRobot v3.0 data set of two episodes of moving noise, as H.264 video and as PNG inside parquet."""
-    import av
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    video, image, fps = "observation.images.video", "observation.images.image", 50
-    rng = np.random.default_rng(0)
-    texture = (
-        rng.integers(0, 256, (height // 8 + 64, width // 8 + 64, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
-    )
-    grain = rng.integers(0, 16, (height, width, 3), dtype=np.uint8)
-    pictures = [
-        texture[t % 512 : t % 512 + height, 2 * t % 512 : 2 * t % 512 + width] // 2 + grain
-        for t in range(frames)
-    ]
-    place = {"chunk_index": 0, "file_index": 0}
-    paths = {"data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"}
-    paths |= {"video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"}
-    files = [root / path.format(**place, video_key=video) for path in paths.values()]
-    episodes_file = root / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
-    for file in (*files, episodes_file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(files[1]), "w") as container:
-        stream: Any = container.add_stream(
-            "libx264", rate=fps, options={"g": "2", "crf": "30"}
-        )  # LeRobot's g and crf
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for picture in pictures:
-            container.mux(
-                stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24"))
-            )
-        container.mux(stream.encode())
-    lengths = [frames // 2, frames - frames // 2]
-    frame = np.concatenate([np.arange(n) for n in lengths])
-    png = [
-        torchvision.io.encode_png(torch.from_numpy(p).permute(2, 0, 1).contiguous(), compression_level=1)
-        for p in pictures
-    ]
-    numbers = {"timestamp": (frame / fps).astype(np.float32), "frame_index": frame}
-    numbers |= {"episode_index": np.repeat([0, 1], lengths), "index": np.arange(frames)}
-    numbers |= {"task_index": np.zeros(frames, np.int64)}
-    vectors = {
-        key: list(rng.normal(size=(frames, 14)).astype(np.float32)) for key in (data.STATE, data.ACTION)
-    }
-    encoded = [{"bytes": p.numpy().tobytes(), "path": f"{i}.png"} for i, p in enumerate(png)]
-    pq.write_table(pa.table({**vectors, **numbers, image: encoded}), files[0])
-    ends = np.cumsum(lengths).tolist()
-    rows = []
-    for e, (n, end) in enumerate(zip(lengths, ends)):
-        row = {"episode_index": e, "length": n, "dataset_from_index": end - n, "dataset_to_index": end}
-        row |= {f"{part}/{k}": v for part in ("data", f"videos/{video}") for k, v in place.items()}
-        spans = (
-            (f"videos/{video}/from_timestamp", (end - n) / fps),
-            (f"videos/{video}/to_timestamp", end / fps),
-        )
-        rows.append(row | {"tasks": ["noise"]} | dict(spans))
-    pq.write_table(pa.Table.from_pylist(rows), episodes_file)
-    pq.write_table(pa.table({"task_index": [0], "task": ["noise"]}), root / "meta" / "tasks.parquet")
-    features: dict[str, dict[str, Any]] = {}
-    for key, kind in ((video, "video"), (image, "image")):
-        names = ["height", "width", "channels"]
-        features[key] = {"dtype": kind, "shape": [height, width, 3], "names": names}
-    features |= {key: {"dtype": "float32", "shape": [14], "names": None} for key in vectors}
-    features |= {key: {"dtype": str(v.dtype), "shape": [1], "names": None} for key, v in numbers.items()}
-    info = {
-        "codebase_version": "v3.0",
-        "fps": fps,
-        "total_episodes": 2,
-        "total_frames": frames,
-        **paths,
-        "features": features,
-    }
-    (root / "meta" / "info.json").write_text(json.dumps(info))
-    stats = {
-        key: {"mean": [0.0] * 14, "std": [1.0] * 14, "min": [-4.0] * 14, "max": [4.0] * 14} for key in vectors
-    }
-    (root / "meta" / "stats.json").write_text(json.dumps(stats))
-    return root
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """Seconds to save and to load a checkpoint with its optimizer, and those that training is held up."""
@@ -1191,16 +923,13 @@ def checkpoint(flags: Checkpoint) -> int:
     for world_size, format in cases:
         with tempfile.TemporaryDirectory(dir=flags.directory) as folder:
             ranks = run_ranks(world_size, save_and_load, format, flags.size, folder, deadline_s=900)
+        layout = "1 process" if world_size == 1 else f"fsdp {world_size}"
         for mode in ranks[0]:
             row = {key: max(rank[mode][key] for rank in ranks) for key in ranks[0][mode]}
-            row |= {
-                "layout": "1 process" if world_size == 1 else f"fsdp {world_size}",
-                "format": format,
-                "mode": mode,
-            }
-            table.append(row)
-            print(f"{row['layout']:<12}{format:<18}{mode:<8}{row['held_up_s']:>10.2f}{row['on_disk_s']:>10.2f}"
-                  f"{row['load_s']:>10.2f}{row['bytes'] / 1e9:>8.2f}", flush=True)  # fmt: skip
+            table.append(row | {"layout": layout, "format": format, "mode": mode})
+            cells = [f"{row[key]:>10.2f}" for key in ("held_up_s", "on_disk_s", "load_s")]
+            cells.append(f"{row['bytes'] / 1e9:>8.2f}")
+            print(f"{layout:<12}{format:<18}{mode:<8}{''.join(cells)}", flush=True)
     write_json(flags.json, {**machine(), "rows": table})
     return 0
 
@@ -1209,38 +938,36 @@ def save_and_load(
     rank: int, world_size: int, format: ckpt.CheckpointFormat, size: str, folder: str
 ) -> dict[str, dict]:
     """Collective: one rank's seconds for a save in the foreground and for one in the background."""
-    cfg = replace(train.PRESETS["aloha" if size == "paper" else "demo"], device="cpu",
-                  parallelism=dist.ParallelismConfig(1, world_size))  # fmt: skip
+    cfg = train.PRESETS["aloha" if size == "paper" else "demo"]
+    cfg = replace(cfg, device="cpu", parallelism=dist.ParallelismConfig(1, world_size))
     cluster = dist.start(cfg.device, cfg.parallelism)
-    inputs = {data.STATE: {"type": "STATE", "shape": [14]},
-              "observation.images.top": {"type": "VISUAL", "shape": [3, 480, 640]}}  # fmt: skip
-    policy = model_act.ACTPolicy(
-        train.act_config(cfg.policy), inputs, {data.ACTION: {"type": "ACTION", "shape": [14]}}
-    )
-    parts = train.prepare(cfg, cluster, policy)
+    inputs = {
+        data.STATE: {"type": "STATE", "shape": [noise.ACTION_DIM]},
+        "observation.images.top": {"type": "VISUAL", "shape": [3, 480, 640]},
+    }
+    outputs = {data.ACTION: {"type": "ACTION", "shape": [noise.ACTION_DIM]}}
+    policy = model_act.ACTPolicy(act_config(cfg.policy), inputs, outputs)
+    optimizer = train.prepare(cfg, cluster, policy).optimizer
     for parameter in policy.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    parts.optimizer.step()
-    parts.optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     results: dict[str, dict] = {}
     for step, (mode, in_background) in enumerate((("sync", False), ("async", True)), 1):
         writer = ckpt.CheckpointWriter(
             folder, checkpoint_format=format, async_save=in_background, sharded=cluster.sharded
         )
         start = time.perf_counter()
-        held_up = writer.save(
-            step, policy=policy, optimizer=parts.optimizer, state={}, policy_config=policy.config_dict("cpu"),
-            run_config=train.to_dict(cfg), stats=None,
-        )  # fmt: skip
+        held_up = writer.save(step, policy, optimizer)
         writer.wait()
         on_disk = time.perf_counter() - start
-        dist.any_rank(cluster, False)
+        dist.any_rank(cluster, False)  # nobody reads before all have written
         source, start = writer.checkpoints / f"{step:06d}", time.perf_counter()
         ckpt.load_weights(source, policy, resume=True)
-        ckpt.load_training_state(source, policy, parts.optimizer, None, None)
+        ckpt.load_training_state(source, policy, optimizer)
         results[mode] = {"held_up_s": held_up, "on_disk_s": on_disk, "load_s": time.perf_counter() - start}
         results[mode]["bytes"] = sum(f.stat().st_size for f in source.rglob("*") if f.is_file())
-        dist.any_rank(cluster, False)
+        dist.any_rank(cluster, False)  # nor deletes before all have read
         if cluster.is_main:
             shutil.rmtree(source)
     return results
@@ -1259,9 +986,12 @@ def main(argv: list[str] | None = None) -> int:
     kinds: dict[str, Callable] = {name: kind for name, (kind, _) in COMMANDS.items()}
     about = (__doc__ or "").split("\n\n")[0]
     flags: Any = tyro.extras.subcommand_cli_from_dict(kinds, args=argv, description=about)
+    command = next(command for kind, command in COMMANDS.values() if isinstance(flags, kind))
     try:
-        return next(command for kind, command in COMMANDS.values() if isinstance(flags, kind))(flags)
-    except train.USER_ERRORS as error:
+        return command(flags)
+    except ValueError as error:
+        if not is_user_error(error):
+            raise
         print(error, file=sys.stderr)
         return 1
 

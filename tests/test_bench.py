@@ -10,6 +10,8 @@ import torch
 import bench
 import model_act
 import train
+from extras import plain_act
+from extras.flags import act_config
 
 
 @pytest.mark.parametrize("steps, camera", [(3, True), (20, False)])
@@ -26,15 +28,16 @@ def test_the_reference_step_equals_ours(steps, camera, monkeypatch):
     latent: list[torch.Tensor] = []
     monkeypatch.setattr(torch, "randn_like", lambda mu: latent.pop().to(mu.dtype))
     cluster = bench.dist.start("cpu")
-    parts, sums = train.prepare(cfg, cluster, policy), bench.dist.MetricSums(cluster)
-    parts.module.train()
+    learner, sums = train.prepare(cfg, cluster, policy), bench.dist.MetricSums(cluster)
+    learner.module.train()
     batches = bench.data.TrainBatches(train_set, 0, 8, 0, 1, 1, steps)
     as_double = lambda batch: {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}  # noqa: E731
-    monkeypatch.setattr(bench, "normalized", lambda b, s, real=bench.normalized: real(double_images(b), s))
+    real = plain_act.normalized
+    monkeypatch.setattr(plain_act, "normalized", lambda b, s: real(double_images(b), s))
     for step in batches.steps:
         batch = as_double(batches[step])
         latent.append(model_act.normal_noise(batch["noise_seed"], cfg.policy.latent_dim))
-        train.train_step(cfg, cluster, parts, batch, range(step, step + 1), step, sums)
+        train.train_step(cfg, cluster, learner, batch, range(step, step + 1), step, sums)
         assert sums.reduce()["loss"] == pytest.approx(reference(batch), rel=1e-9)
     for name, value in reference.model.named_parameters():
         if not name.endswith("in_proj_bias"):  # its key third has noise of rounding for a gradient there
@@ -53,7 +56,7 @@ def test_the_floor_counts_the_paper_sizes_operations():
     inputs["observation.images.top"] = {"type": "VISUAL", "shape": [3, 480, 640]}
     with torch.device("meta"):
         policy = model_act.ACTPolicy(
-            train.act_config(cfg.policy), inputs, {"action": {"type": "ACTION", "shape": [14]}}
+            act_config(cfg.policy), inputs, {"action": {"type": "ACTION", "shape": [14]}}
         )
     # design, fact 20: about 910 GFLOP at batch 8
     assert bench.operations(policy, 8) == pytest.approx(910e9, rel=0.02)
@@ -78,7 +81,7 @@ def test_the_speed_table_is_complete(tmp_path, monkeypatch, capsys):
     assert bench.main([*flags.split(), "--dataset.cache", "off", "--dataset.image-size", "32", "32"]) == 0
     table = json.loads(file.read_text())
     assert list(table["rows"]) == [name for name in bench.ROWS if name not in bench.DDP_ONLY]
-    assert calls == ["ReferenceACT", "ReferenceACT", "ACT", "ACT"]  # two rows with, two of ours
+    assert calls == ["PlainACT", "PlainACT", "ACT", "ACT"]  # two rows with, two of ours
     for name, row in table["rows"].items():
         assert all(math.isfinite(value) for value in row.values()), (name, row)
         assert 0 < row["p10_s"] <= row["median_s"] <= row["p90_s"] <= row["worst_s"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import bench
 import data
 import dist
 import train
+from extras import assembly
 
 
 def failures(first: str, other: str, ranks: tuple[list[dict], list[dict]], tolerance: float = 1e-9) -> dict:
@@ -147,15 +149,15 @@ class Trainer:
             self.cfg = replace(self.cfg, compile_mode=mode)
         self.cluster = dist.start(device, self.cfg.parallelism)
         policy = train.build_policy(self.cfg, self.train_set, None)
-        self.parts = train.prepare(self.cfg, self.cluster, policy)
+        self.learner = train.prepare(self.cfg, self.cluster, policy)
         accumulation = self.cfg.gradient_accumulation_steps
         self.batches = data.TrainBatches(
             self.train_set, 0, self.cfg.batch_size, 0, 1, accumulation, self.cfg.steps
         )
         self.sums = dist.MetricSums(self.cluster)
-        self.parts.module.train()
-        if self.parts.scaler is not None:
-            self.parts.scaler.scale.fill_(2.0**10)  # the first scale overflows, and an overflow has no norm
+        self.learner.module.train()
+        if self.learner.scaler is not None:
+            self.learner.scaler.scale.fill_(2.0**10)  # the first scale overflows, and an overflow has no norm
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         return {key: value.to(self.cluster.device) for key, value in self.batches[step].items()}
@@ -163,14 +165,14 @@ class Trainer:
     def step(self, step: int, batch: dict[str, torch.Tensor] | None = None) -> None:
         batch = self.batch(step) if batch is None else batch
         window = self.batches.window(step)
-        train.train_step(self.cfg, self.cluster, self.parts, batch, window, step, self.sums)
+        train.train_step(self.cfg, self.cluster, self.learner, batch, window, step, self.sums)
 
     def validate(self) -> float:
         batches = data.ValBatches(self.train_set, self.cfg.batch_size, 0, 1)
-        run: Any = SimpleNamespace(cfg=self.cfg, cluster=self.cluster, parts=self.parts)
+        run: Any = SimpleNamespace(cfg=self.cfg, cluster=self.cluster, learner=self.learner)
         run.val_loader = data.make_loader(batches, 0)
         loss = train.validation_loss(run)
-        self.parts.module.train()
+        self.learner.module.train()
         return loss
 
 
@@ -218,20 +220,19 @@ def test_two_epochs_with_validation_compile_one_graph_and_one_more(traced_only, 
     _, frames = bench.small_job(bench.Layout(), "float32", 1, "cpu")
     train_set, val_set = frames.select([1, 3]), frames.select([4])
     assert len(train_set) % 8 and len(val_set) % 8
-    train_set.notes = []
-    monkeypatch.setattr(train, "open_data", lambda cfg: (train_set, val_set))
+    monkeypatch.setattr(assembly, "open_data", lambda cfg: (train_set, val_set, []))
     steps = 2 * -(-len(train_set) // 8)
     flags = """--policy.pretrained-backbone-weights None --policy.dim-model 32 --policy.n-heads 4
         --policy.dim-feedforward 64 --policy.n-encoder-layers 1 --policy.n-vae-encoder-layers 1
         --compile --device cpu --num-workers 0 --batch-size 8
         --eval-freq 15 --log-freq 4 --no-save-checkpoint""".split()
     flags += ["--steps", str(steps), "--output-dir", str(tmp_path / "run")]
-    handlers = [train.signal.getsignal(s) for s in (train.signal.SIGTERM, train.signal.SIGUSR1)]
+    handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)]
     try:
         assert train.main(flags) == 0
     finally:
-        for number, handler in zip((train.signal.SIGTERM, train.signal.SIGUSR1), handlers):
-            train.signal.signal(number, handler)
+        for number, handler in zip((signal.SIGTERM, signal.SIGUSR1), handlers):
+            signal.signal(number, handler)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("val_l1_loss" in row for row in rows) >= 3
     assert counters["stats"]["unique_graphs"] == 2, dict(counters["stats"])
@@ -271,7 +272,7 @@ def test_no_step_waits_for_the_gpu(options):
 
 @pytest.mark.gpu
 def test_cuda_graphs_with_accumulation_and_validation_equal_eager():
-    dist.set_numerics(tf32=False)
+    dist.set_process(tf32=False)
     found = []
     rows: tuple[dict[str, Any], ...] = ({}, {"compile": True, "mode": "reduce-overhead"})
     for options in rows:

@@ -18,7 +18,7 @@ import data
 import dist
 import evaluate
 import model_act
-import sim
+from extras import checks, environments, lerobot_ckpt, report, sim
 
 IMAGE = (24, 32)
 
@@ -153,7 +153,7 @@ def test_finished_episodes_are_neither_rendered_nor_asked(monkeypatch):
 def test_temporal_ensembling_equals_select_action_one_step_at_a_time(monkeypatch):
     policy = small_policy(n_action_steps=1, temporal_ensemble_coeff=0.01)
     count = counted_renders(monkeypatch)
-    monkeypatch.setattr(evaluate.SimEnvironment, "max_steps", 12)
+    monkeypatch.setattr(environments.SimEnvironment, "max_steps", 12)
     episodes = roll(policy, [3, 4])
     assert count[0] == 24 and all(episode.asked == 12 for episode in episodes)
     overridden = roll(small_policy(), [3, 4], temporal_ensemble_coeff=0.01)
@@ -228,7 +228,7 @@ def test_a_policy_made_for_other_features_is_refused_with_a_sentence(inputs, pro
 )
 def test_flags_that_cannot_work_are_refused(flags, problem):
     with pytest.raises(ValueError, match=problem):
-        evaluate.check(evaluate.RolloutConfig(env="sim", **flags))
+        checks.check_rollouts(evaluate.RolloutConfig(env="sim", **flags))
 
 
 def test_more_steps_than_the_chunk_has_are_refused():
@@ -262,10 +262,8 @@ def test_two_ranks_share_the_episodes_and_get_what_one_process_gets(tmp_path):
     assert run_ranks(2, evaluate_on_rank, tmp_path / "two") == [alone, alone]
     one, two = (json.loads((tmp_path / n / "eval/000010/episodes.json").read_text()) for n in ("one", "two"))
     assert one == two and [row["seed"] for row in one["rows"]] == list(range(5))
-    for name in ("eval/000010/rollout.png", "eval/000010/chunk.svg", "report.html"):
-        assert (tmp_path / "two" / name).read_bytes() == (
-            tmp_path / "one" / name
-        ).read_bytes() or "html" in name
+    for name in ("eval/000010/rollout.png", "eval/000010/chunk.svg"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 def fail_on_rank_1(rank, world_size, run_dir):
@@ -337,10 +335,16 @@ def checkpoint(tmp_path):
     policy = small_policy(scale=2.0, n_action_steps=50)
     writer = ckpt.CheckpointWriter(tmp_path / "run")
     optimizer = torch.optim.AdamW(policy.optim_groups(1e-4, 1e-4, 1e-4))
-    writer.save(
-        7, policy=policy, optimizer=optimizer, state={"samples_seen": 56}, run_config={},
-        policy_config=policy.config_dict("cpu"), stats=policy.stats,
-    )  # fmt: skip
+    degrees = {"dp_replicate": 1, "dp_shard": 1}
+    files = lerobot_ckpt.checkpoint_files(
+        lerobot_ckpt.config_dict(policy, "cpu"),
+        {},
+        degrees,
+        stats=policy.stats,
+        step=7,
+        base_lrs=[1e-4, 1e-4],
+    )
+    writer.save(7, policy, optimizer, state={"samples_seen": 56}, files=files)
     return tmp_path / "run", policy
 
 
@@ -373,9 +377,9 @@ def test_errors_of_the_command_are_one_sentence_on_stderr(tmp_path, capsys):
 def test_a_missing_simulator_is_an_error_that_names_the_pip_line(monkeypatch):
     for name in ("dm_control", "gym_aloha"):
         monkeypatch.setitem(sys.modules, name, None)
-    evaluate._aloha.cache_clear()
+    environments.load_aloha.cache_clear()
     with pytest.raises(ImportError, match="pip install gym-aloha"):
-        evaluate.check(evaluate.RolloutConfig(env="aloha-transfer-cube"))
+        evaluate.check_environment("aloha-transfer-cube")
 
 
 def test_videos_are_mp4_or_without_pyav_gif_with_every_frame(tmp_path, monkeypatch):
@@ -408,13 +412,13 @@ def test_the_report_shows_curves_and_rollouts_and_asks_the_network_for_nothing(t
     ]
     lines = "\n".join(json.dumps(row) for row in rows)
     (tmp_path / "metrics.jsonl").write_text(lines + '\n{"step": 200, "l1_l')
-    assert [r for r in evaluate.read_metrics(tmp_path / "metrics.jsonl") if r["step"] == 100] == [
+    assert [r for r in report.read_metrics(tmp_path / "metrics.jsonl") if r["step"] == 100] == [
         {"step": 100, "l1_loss": 0.5, "grad_norm": 2.0, "lr": 1e-4, "val_l1_loss": 0.3}
     ]
     policy, cfg = small_policy(), evaluate.EvalConfig(env="sim", episodes=2)
     for step in (50, 100):
         evaluate.evaluate_in_training(policy, cfg, alone_on(), tmp_path, step)
-    page = evaluate.write_report(tmp_path, "a <b> run").read_text()
+    page = report.write_report(tmp_path, "a <b> run").read_text()
     assert "http" not in page and "a &lt;b&gt; run" in page and page.count("<svg") == 2
     assert "0 of 2 = 0%" in page and page.count('src="data:image/png;base64,') == 1 == page.count("src=")
     links = re.findall('href="([^"]+)"', page)
@@ -424,31 +428,31 @@ def test_the_report_shows_curves_and_rollouts_and_asks_the_network_for_nothing(t
 def test_without_an_environment_the_pictures_come_from_data_set_frames(tmp_path):
     policy = small_policy()
     shown = sim.Demonstrations(2, 0, *IMAGE)
-    dataset, _ = data.open_columns(
+    dataset, _, _ = data.open_columns(
         data.DatasetConfig(cache="off"), 100, shown.columns, shown.lengths.tolist(), 50, shown.cameras
     )
     samples = evaluate.spread_out(dataset, count=5)
     cfg = evaluate.EvalConfig(env=None)
     assert evaluate.evaluate_in_training(policy, cfg, alone_on(), tmp_path, 10, samples) == {}
-    page = (tmp_path / "report.html").read_text()
+    page = report.write_report(tmp_path, "run").read_text()
     assert "Rollouts" not in page and "A predicted chunk" in page and "predicted  target" in page
     true = dataset.get_batch(np.array([round((len(dataset) - 1) / 4)]))
     assert torch.equal(samples["action"][1], true["action"][0])
 
 
 def test_a_run_without_anything_to_show_has_a_report_all_the_same(tmp_path):
-    assert "<h1>empty</h1>" in evaluate.write_report(tmp_path, "empty").read_text()
+    assert "<h1>empty</h1>" in report.write_report(tmp_path, "empty").read_text()
 
 
 def test_charts_place_values_between_their_ticks():
-    text = evaluate.panel("t", [evaluate.Line("l", [0, 50, 100], [1.0, 2.0, 3.0])], 0, 0, 400, 200)
+    text = report.panel("t", [report.Line("l", [0, 50, 100], [1.0, 2.0, 3.0])], 0, 0, 400, 200)
     points = [tuple(map(float, p.split(","))) for p in re.findall('points="([^"]+)"', text)[0].split()]
     assert points[0][0] < points[1][0] < points[2][0] and points[0][1] > points[1][1] > points[2][1]
     assert points[1][0] == pytest.approx((points[0][0] + points[2][0]) / 2, abs=0.11)
-    flat = evaluate.panel("t", [evaluate.Line("l", [5], [0.0])], 0, 0, 400, 200, log=True)
+    flat = report.panel("t", [report.Line("l", [5], [0.0])], 0, 0, 400, 200, log=True)
     assert "nan" not in flat and "inf" not in flat
-    assert evaluate._ticks(0.0, 1.0, False) == [0.0, 0.5, 1.0]
-    assert evaluate._ticks(0.01, 10.0, True) == [0.01, 0.1, 1.0, 10.0]
+    assert report._ticks(0.0, 1.0, False) == [0.0, 0.5, 1.0]
+    assert report._ticks(0.01, 10.0, True) == [0.01, 0.1, 1.0, 10.0]
 
 
 # ---- MuJoCo, where gym-aloha is installed
@@ -459,7 +463,7 @@ def test_triton_is_loaded_before_mujocos_driver(tmp_path):
     (tmp_path / "dm_control.py").write_text(
         "import sys; sys.exit(0 if 'torch._dynamo' in sys.modules else 3)"
     )
-    code = "import evaluate; evaluate.check(evaluate.RolloutConfig(env='aloha-insertion'))"
+    code = "import evaluate; evaluate.check_environment('aloha-insertion')"
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=False)
     assert done.returncode == 0
@@ -468,7 +472,7 @@ def test_triton_is_loaded_before_mujocos_driver(tmp_path):
 @pytest.mark.parametrize("env_name", ["aloha-transfer-cube", "aloha-insertion"])
 def test_gym_alohas_tasks_render_on_demand_and_move_as_the_original_environment(env_name):
     pytest.importorskip("gym_aloha")
-    env = evaluate.make_env(env_name)
+    env = environments.make_env(env_name)
     state = env.reset(3)
     actions = state + np.linspace(0, 0.2, 20)[:, None] * np.random.default_rng(0).uniform(-1, 1, 14)
     ours = [env.step(action) for action in actions]
