@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from test_train import SMALL, rows
 
 import train
+from extras import assembly, checks
+from extras.flags import field_types
 
 BASE = [
     *SMALL,
@@ -196,7 +198,7 @@ def base_run(tmp_path_factory) -> str:
 
 def test_every_flag_has_a_row():
     ranks = {f"{group}.{name}" for group in ("ddp", "fsdp", "parallelism") for name in RANK_FLAGS[group]}
-    assert set(TABLE) | set(ELSEWHERE) | ranks == set(train.field_types(train.Config))
+    assert set(TABLE) | set(ELSEWHERE) | ranks == set(field_types(train.Config))
 
 
 @pytest.mark.parametrize("flag", TABLE)
@@ -304,15 +306,15 @@ def wrapping(rank: int, world_size: int, run_dir: str) -> dict[str, str]:
             f"{group}.{n}": [*flags, *(sharded if group == "fsdp" else [])]
             for n, flags in RANK_FLAGS[group].items()
         }
-    for name, flags in cases.items():
+    for name, given in cases.items():
         calls.clear()
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            cfg, _ = train.parse_command_line([*BASE, *ENV, *flags])
+            cfg, _ = train.parse_command_line([*BASE, *ENV, *given])
             cluster = dist.start(cfg.device, cfg.parallelism)
-            train_set, _ = train.open_data(cfg)
+            train_set, _, _ = assembly.open_data(cfg)
             train.prepare(cfg, cluster, train.build_policy(cfg, train_set, None))
-            said.write(" ".join(train.without_effect(cfg, cluster, False)))
+            said.write(" ".join(checks.without_effect(cfg, cluster, False, train.PRESETS[cfg.preset])))
         seen[name] = f"{cluster.mode} {calls} {said.getvalue()}"
     return seen
 

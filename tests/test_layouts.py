@@ -49,16 +49,16 @@ HOPS = [
 """(ranks, flags): every layout once as the source and once as the target, every format once between two."""
 
 
-def gathered(parts: train.Parts) -> dict[str, np.ndarray]:
+def gathered(learner: train.Learner) -> dict[str, np.ndarray]:
     """Weights and moments whole, by parameter. Collective: call on every rank."""
 
     def whole(tensor: torch.Tensor) -> np.ndarray:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
 
     found = {}
-    for name, parameter in parts.policy.named_parameters():
+    for name, parameter in learner.policy.named_parameters():
         found[name] = whole(parameter)
-        for key, value in parts.optimizer.state.get(parameter, {}).items():
+        for key, value in learner.optimizer.state.get(parameter, {}).items():
             found[f"{name} {key}"] = whole(value)
     return found
 
@@ -68,9 +68,9 @@ def train_and_look(rank: int, world_size: int, argv: list[str]) -> tuple[int, li
     seen, real = [], train.train
 
     def looking(run: train.Run) -> int:
-        seen.append(gathered(run.parts))
+        seen.append(gathered(run.learner))
         code = real(run)
-        seen.append(gathered(run.parts))
+        seen.append(gathered(run.learner))
         return code
 
     train.train = looking

@@ -9,8 +9,9 @@ from conftest import DATA
 from ranks import run_ranks
 from test_train import rows
 
-import lerobot_flags
 import train
+from extras import lerobot_flags
+from extras.flags import field_types, flatten, to_dict
 
 LEROBOT = {
     "policy.type": "act",
@@ -88,7 +89,7 @@ OURS = {
 
 
 def in_our_words(flags: list[str]) -> dict[str, list[str]]:
-    return lerobot_flags.translate(lerobot_flags.split_flags(flags), train.field_types(train.Config))
+    return lerobot_flags.translate(lerobot_flags.split_flags(flags), field_types(train.Config))
 
 
 def test_a_flag_of_lerobot_train_means_the_same_in_every_spelling_alone_and_among_others():
@@ -112,7 +113,7 @@ def test_a_flag_of_lerobot_train_means_the_same_in_every_spelling_alone_and_amon
         assert alone == [alone[0]] * len(alone), name
         assert alone[0].items() <= together.items(), name
     config = train.parse_command_line([f"--{name}={value}" for name, value in LEROBOT.items()])[0]
-    found = train.flat(train.to_dict(config))
+    found = flatten(to_dict(config))
     assert {key: found[key] for key in OURS} == OURS
 
 
@@ -227,7 +228,7 @@ def test_tyro_gets_the_names_with_dashes_and_takes_them_as_before():
         "--policy.pre_norm",
     ]
     flags += ["--policy.no_use_vae", "--dataset.image_keys", "a_b", "c_d"]
-    argv = lerobot_flags.join_flags(in_our_words(flags), train.field_types(train.Config))
+    argv = lerobot_flags.join_flags(in_our_words(flags), field_types(train.Config))
     assert argv == [
         "--dataset.no-use-imagenet-stats", "--compile-mode", "default", "--ddp.static-graph", "--policy.pre-norm",
         "--policy.no-use-vae", "--dataset.image-keys", "a_b", "c_d",

@@ -21,12 +21,11 @@ from conftest import ROOT
 from ranks import free_port, run_ranks
 from test_train import ENV, rows, run
 
-import ckpt
 import data
 import dist
 import evaluate
-import model_act
 import train
+from extras import assembly, datasets, hub, lerobot_ckpt, rundir
 
 
 def test_a_run_whose_console_is_gone_trains_on(tmp_path):
@@ -126,15 +125,15 @@ def test_the_console_says_what_batch_rate_and_time_there_will_be(tmp_path, capsy
 def run_dirs(rank: int, world_size: int, folder: Path) -> str | None:
     """The run directory that this rank takes, with a clock that is 7 s ahead of the one before."""
 
-    class Clock(train.datetime):
+    class Clock(rundir.datetime):
         @classmethod
         def now(cls, tz=None):
             return cls(2026, 1, 1, 12, 0, 7 * rank)
 
     os.chdir(folder)
-    train.datetime = Clock  # type: ignore[misc]
+    rundir.datetime = Clock  # type: ignore[misc]
     cluster = train.dist.start("cpu", train.dist.ParallelismConfig())
-    return train.with_run_dir(train.Config(job_name="me"), cluster, None).output_dir
+    return rundir.with_run_dir(train.Config(job_name="me"), cluster, None).output_dir
 
 
 def test_rank_0s_clock_names_the_run_directory(tmp_path):
@@ -156,7 +155,7 @@ def test_the_default_number_of_workers_fits_the_cores_of_a_rank(monkeypatch):
     def chosen(cores: int, ranks: int, **flags) -> int:
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         cluster = dist.start("cpu")
-        return train.workers(train.Config(**flags), dataclasses.replace(cluster, local_world_size=ranks))
+        return assembly.workers(train.Config(**flags), dataclasses.replace(cluster, local_world_size=ranks))
 
     assert [chosen(16, 8), chosen(64, 8), chosen(2, 1), chosen(2, 4)] == [2, 4, 2, 1]
     assert chosen(2, 4, num_workers=3) == 3 and chosen(2, 4, num_workers=0) == 0
@@ -170,7 +169,7 @@ def test_one_set_of_statistics_in_training_in_the_checkpoint_and_at_inference(tm
     }
     columns[data.ENV_STATE] = rng.normal(size=(120, 2)).astype(np.float32)
     monkeypatch.setattr(
-        train, "open_data", lambda cfg: data.open_columns(cfg.dataset, 20, columns, lengths, 50, {})
+        assembly, "open_data", lambda cfg: datasets.open_columns(cfg.dataset, 20, columns, lengths, 50, {})
     )
     seen: list[train.Run] = []
     real = train.train
@@ -179,10 +178,10 @@ def test_one_set_of_statistics_in_training_in_the_checkpoint_and_at_inference(tm
     assert run(tmp_path / "run", "--steps", "1", *chosen) == 0
     assert "statistics from 7 of 10 episodes" in capsys.readouterr().out
     used = np.concatenate([columns[data.ACTION][12 * e : 12 * e + 12] for e in range(7)])
-    config, saved = ckpt.load_policy_files(tmp_path / "run")
+    config, saved = lerobot_ckpt.load_policy_files(tmp_path / "run")
     policies = {
-        "training": seen[0].parts.policy,
-        "inference": model_act.ACTPolicy.from_config_dict(config, saved),
+        "training": seen[0].learner.policy,
+        "inference": lerobot_ckpt.policy_of(config, saved),
     }
     for key, values in ((data.ACTION, used), (data.STATE, None)):
         for where, policy in policies.items():
@@ -217,7 +216,7 @@ def slow_evaluation(rank: int, world_size: int) -> tuple[float, list[float]]:
         return options._timeout.total_seconds()
 
     waits = [may_wait_s()]
-    with dist.patience(cluster):
+    with dist.extended_timeout(cluster):
         waits.append(may_wait_s())
         if rank == 0:
             time.sleep(9)
@@ -240,7 +239,7 @@ def signalled_in_validation(rank: int, world_size: int, argv: list[str], number:
     real, seen = train.validation_loss, []
 
     def counted(run):
-        seen.append(run.place.step)
+        seen.append(run.progress.step)
         return real(run)
 
     batch = data.ValBatches.__getitem__
@@ -286,7 +285,7 @@ def test_rollouts_end_where_they_are_when_the_run_is_asked_to_stop():
 
 def test_a_second_run_in_a_run_directory_is_refused(tmp_path, capsys, monkeypatch):
     (tmp_path / "run").mkdir()
-    lock = train.lock_run_dir(tmp_path / "run")
+    lock = rundir.lock_run_dir(tmp_path / "run")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     assert run(tmp_path / "run", "--steps", "1", "--resume", "auto") == 1
     said = capsys.readouterr().err
@@ -298,7 +297,7 @@ def test_a_second_run_in_a_run_directory_is_refused(tmp_path, capsys, monkeypatc
 def test_what_rank_0_does_alone_at_the_end_comes_after_the_last_collective(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(dist, "finish", lambda cluster: order.append("group"))
-    monkeypatch.setattr(ckpt, "upload_policy", lambda *args: order.append("upload"))
+    monkeypatch.setattr(hub, "upload_policy", lambda *args: order.append("upload"))
     assert run(tmp_path / "run", "--steps", "1", "--push-to-hub", "user/name") == 0
     assert order == ["group", "upload"]
 
@@ -315,8 +314,9 @@ def test_a_checkpoint_whose_best_is_one_number_goes_on(tmp_path):
     assert run(tmp_path / "run", *VAL, "--steps", "2") == 0
     at = tmp_path / "run/checkpoints/000002/training_state"
     state = json.loads((at / "training_step.json").read_text())
-    assert isinstance(state["best"], list)
-    (at / "training_step.json").write_text(json.dumps(state | {"best": state["best"][0]}))
+    # as earlier versions stored what now follows from metrics.jsonl
+    stored = {"best": -0.5, "best_step": 2, "evaluations_since_best": 0, "evaluation_owed": False}
+    (at / "training_step.json").write_text(json.dumps(state | stored))
     assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4"]) == 0
     assert [row["step"] for row in rows(tmp_path / "run") if "val_l1_loss" in row] == [0, 2, 4]
 

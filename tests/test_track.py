@@ -12,11 +12,12 @@ import time
 import pytest
 from conftest import ROOT
 
-from track import QUEUE_SIZE, Tracker, start_tracker
+from extras.track import QUEUE_SIZE, Tracker, start_tracker
 
 # A run, stopped at step 30 and resumed from the checkpoint of step 20; its process reaches no other host.
 RUN = """
-import socket, sys, track
+import socket, sys
+from extras import track
 
 def connect(self, address, real=socket.socket.connect):
     if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):

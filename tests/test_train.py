@@ -16,6 +16,7 @@ from ranks import free_port, run_ranks
 from safetensors.torch import load_file
 
 import train
+from extras import assembly
 
 SMALL = [
     "--policy.dim-model", "32", "--policy.n-heads", "4", "--policy.dim-feedforward", "64", "--policy.chunk-size", "20",
@@ -381,7 +382,7 @@ def test_missing_backbone_weights_are_told_before_any_frame_is_decoded(tmp_path,
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     flags = ["--output-dir", str(tmp_path / "run"), "--steps", "1", "--num-workers", "0"]
     with monkeypatch.context() as patched:
-        patched.setattr(train, "open_data", never)
+        patched.setattr(assembly, "open_data", never)
         for where in ([], ["--dataset.root", str(DATA / "two_cam_v3")]):
             assert train.main([*where, *flags]) == 1
             error = capsys.readouterr().err.strip()

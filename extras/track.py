@@ -27,6 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+
+class UserError(ValueError):
+    """The user's to mend, in one sentence. Any other error is a bug and keeps its traceback."""
+
+
+class MissingPackage(UserError, ImportError):
+    """An optional package is not installed; the sentence names the pip line."""
+
+
 KINDS = ("none", "tensorboard", "trackio", "wandb")
 QUEUE_SIZE = 1000
 FINISH_TIMEOUT_S = 60.0
@@ -121,14 +130,14 @@ def start_tracker(
     """Start the tracker `kind`, or continue its run `run_id`; both happen in its own thread.
 
     Raises:
-        ValueError: an unknown kind.
-        ImportError: its package is missing; on every rank.
+        UserError: an unknown kind.
+        MissingPackage: its package is missing; on every rank.
     """
     if kind not in KINDS:
-        raise ValueError(f"--tracker={kind} is unknown; use one of {', '.join(KINDS)}.")
+        raise UserError(f"--tracker={kind} is unknown; use one of {', '.join(KINDS)}.")
     # Looked up on every rank, so that all of them stop; and a folder ./wandb of old runs is no package.
     if kind != "none" and getattr(importlib.util.find_spec(kind), "origin", None) is None:
-        raise ImportError(f"--tracker={kind} needs its package: pip install {kind}")
+        raise MissingPackage(f"--tracker={kind} needs its package: pip install {kind}")
     if kind == "none" or not is_main:
         return Tracker(kind, run_id, None)
     resumed = run_id is not None

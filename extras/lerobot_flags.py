@@ -1,4 +1,4 @@
-"""lerobot-train's command line in our words, so that an old command runs as it is. Needs nothing.
+"""lerobot-train's command line to our flag names, so that an old command runs as it is. No dependencies.
 
     flags = split_flags(["--policy.type=act", "--accelerator.mixed_precision=bf16", "--resume=true", ...])
     flags = translate(flags, kinds)     # {"mixed_precision": ["bf16"], ...}; kinds: our flags, their types
@@ -13,6 +13,11 @@ import difflib
 import json
 from collections.abc import Iterable
 from typing import Any
+
+
+class UserError(ValueError):
+    """The user's to mend, in one sentence. Any other error is a bug and keeps its traceback."""
+
 
 RENAMED = {
     "policy.device": "device",
@@ -124,7 +129,7 @@ def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, l
     """lerobot-train's flags in our names; ours stay as they are.
 
     Raises:
-        ValueError: flags of lerobot-train that have no meaning here, all of them, a sentence each.
+        UserError: flags of lerobot-train that have no meaning here, all of them, a sentence each.
     """
     out: dict[str, list[str]] = {}
     refused: list[str] = []
@@ -132,14 +137,14 @@ def translate(flags: dict[str, list[str]], kinds: dict[str, Any]) -> dict[str, l
     for name, values in flags.items():
         try:
             out |= translate_one(name, values, flags, taken, kinds)
-        except ValueError as error:
+        except UserError as error:
             refused.append(str(error))
     try:
         out |= interval(flags)
-    except ValueError as error:
+    except UserError as error:
         refused.append(str(error))
     if refused:
-        raise ValueError(" ".join(dict.fromkeys(refused)))  # of a pair of flags both say the same
+        raise UserError(" ".join(dict.fromkeys(refused)))  # of a pair of flags both say the same
     return out
 
 
@@ -158,43 +163,8 @@ def translate_one(
         if name == "resume" and value == "true":
             values = ["auto"]
         return {new: as_tyro(values, kinds.get(new))}
-    if name in ("policy.push_to_hub", "policy.repo_id"):
-        if taken.get("policy.push_to_hub") == "true" and "policy.repo_id" not in flags:
-            raise ValueError(
-                "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub."
-            )
-        pushes = name == "policy.repo_id" and taken.get("policy.push_to_hub", "false") == "true"
-        return {"push_to_hub": values} if pushes else {}
-    if name in ("wandb.enable", "trackio.enable"):
-        return {"tracker": [name.split(".")[0]]} if value == "true" else {}
-    if name == "scheduler.type":
-        if value not in SCHEDULER_TYPES:
-            raise ValueError(
-                f"--scheduler.type={value} is not offered; use one of {', '.join(SCHEDULER_TYPES)}."
-            )
-        return {"scheduler.name": [SCHEDULER_TYPES[value]]}
-    if name in ("scheduler.peak_lr", "scheduler.decay_lr"):
-        if not {"scheduler.peak_lr", "scheduler.decay_lr"} <= set(flags):
-            raise ValueError(
-                "--scheduler.peak_lr and --scheduler.decay_lr go together; give both or neither."
-            )
-        peak, decay = taken["scheduler.peak_lr"], taken["scheduler.decay_lr"]
-        try:
-            return {"scheduler.final_lr_ratio": [repr(float(decay) / float(peak))]}
-        except (ValueError, ZeroDivisionError):
-            raise ValueError(
-                f"--scheduler.peak_lr={peak} with --scheduler.decay_lr={decay} cannot work: they are "
-                "learning rates, the first of them positive."
-            ) from None
-    if name in ("env.type", "env.task"):
-        task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]
-        if taken.get("env.type") != "aloha" or task not in ENVIRONMENTS:
-            given = " ".join(f"--{n}={flags[n][-1]}" for n in ("env.type", "env.task") if flags.get(n))
-            raise ValueError(
-                f"{given}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
-                "(--env.type=aloha), or choose with --eval.env."
-            )
-        return {} if taken.get("env_eval_freq") == "0" else {"eval.env": [ENVIRONMENTS[task]]}
+    if (several := translate_group(name, values, flags, taken)) is not None:
+        return several
     always = new if new in ACCEPTED else name
     if always in ACCEPTED:
         if value not in ACCEPTED[always]:
@@ -203,15 +173,58 @@ def translate_one(
                 f"there is no counterpart here, where it is always {' or '.join(ACCEPTED[always])}; "
                 "leave the flag out",
             )
-            raise ValueError(f"--{name}={value}: {reason}.")
+            raise UserError(f"--{name}={value}: {reason}.")
         return {}
     reasons = [why for prefix, why in REFUSED.items() if name.startswith(prefix) or new.startswith(prefix)]
     if reasons and (name in REFUSED or not nearest(new, kinds)):
         if name not in REFUSED and (known := nearest(name, [*RENAMED, *ACCEPTED])):
             # tyro does not know these names, so it could not suggest one
-            raise ValueError(f"--{name} is unknown; the nearest flag of lerobot-train is --{known}.")
-        raise ValueError(f"--{name} is a flag of lerobot-train that has no meaning here: {reasons[0]}.")
+            raise UserError(f"--{name} is unknown; the nearest flag of lerobot-train is --{known}.")
+        raise UserError(f"--{name} is a flag of lerobot-train that has no meaning here: {reasons[0]}.")
     return {new: values}
+
+
+def translate_group(
+    name: str, values: list[str], flags: dict[str, list[str]], taken: dict[str, str]
+) -> dict[str, list[str]] | None:
+    """A flag whose meaning depends on others of its group (hub, trackers, schedule, environment), or None."""
+    value = taken[name]
+    if name in ("policy.push_to_hub", "policy.repo_id"):
+        if taken.get("policy.push_to_hub") == "true" and "policy.repo_id" not in flags:
+            raise UserError(
+                "--policy.push_to_hub=true needs --policy.repo_id=USER/NAME; or give --push-to-hub."
+            )
+        pushes = name == "policy.repo_id" and taken.get("policy.push_to_hub", "false") == "true"
+        return {"push_to_hub": values} if pushes else {}
+    if name in ("wandb.enable", "trackio.enable"):
+        return {"tracker": [name.split(".")[0]]} if value == "true" else {}
+    if name == "scheduler.type":
+        if value not in SCHEDULER_TYPES:
+            raise UserError(
+                f"--scheduler.type={value} is not offered; use one of {', '.join(SCHEDULER_TYPES)}."
+            )
+        return {"scheduler.name": [SCHEDULER_TYPES[value]]}
+    if name in ("scheduler.peak_lr", "scheduler.decay_lr"):
+        if not {"scheduler.peak_lr", "scheduler.decay_lr"} <= set(flags):
+            raise UserError("--scheduler.peak_lr and --scheduler.decay_lr go together; give both or neither.")
+        peak, decay = taken["scheduler.peak_lr"], taken["scheduler.decay_lr"]
+        try:
+            return {"scheduler.final_lr_ratio": [repr(float(decay) / float(peak))]}
+        except (ValueError, ZeroDivisionError):
+            raise UserError(
+                f"--scheduler.peak_lr={peak} with --scheduler.decay_lr={decay} cannot work: they are "
+                "learning rates, the first of them positive."
+            ) from None
+    if name in ("env.type", "env.task"):
+        task = flags.get("env.task", ["AlohaInsertion-v0"])[-1]
+        if taken.get("env.type") != "aloha" or task not in ENVIRONMENTS:
+            given = " ".join(f"--{n}={flags[n][-1]}" for n in ("env.type", "env.task") if flags.get(n))
+            raise UserError(
+                f"{given}: rollouts run in gym-aloha's {' and '.join(ENVIRONMENTS)} only "
+                "(--env.type=aloha), or choose with --eval.env."
+            )
+        return {} if taken.get("env_eval_freq") == "0" else {"eval.env": [ENVIRONMENTS[task]]}
+    return None
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -229,13 +242,13 @@ def interval(flags: dict[str, list[str]]) -> dict[str, list[str]]:
     """--eval-freq, one interval for both, of lerobot-train's two; a 0 only switches its own kind off.
 
     Raises:
-        ValueError: two different intervals.
+        UserError: two different intervals.
     """
     given = {name: flags[name][-1] for name in INTERVALS if flags.get(name)}
     on = {name: value for name, value in given.items() if value != "0"}
     if len(set(on.values())) > 1:
         both = " and ".join(f"--{name}={value}" for name, value in on.items())
-        raise ValueError(
+        raise UserError(
             f"{both} contradict each other: here --eval-freq is one interval for validation loss and "
             "rollouts; give one value."
         )
