@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 PEFT_DEFAULT_ALPHA = 8
 PEFT_PREFIX = "base_model.model."
 PEFT_OUT_PROJ = "base_layer.out_proj"  # PEFT wraps an attention, and the wrapped one is its base_layer
-TRAINED_IN_FULL = "trained_in_full"  # attribute of such a module
+_trained_in_full: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that `apply_lora` left to train
 
 # What PEFT 0.21 writes beside the keys that `adapter_config` fills, with its defaults.
 PEFT_DEFAULTS: dict[str, Any] = {
@@ -138,7 +139,7 @@ def apply_lora(policy: nn.Module, cfg: PeftConfig) -> PeftConfig:
     policy.requires_grad_(False)
     for path in full:
         policy.get_submodule(path).requires_grad_(True)
-        setattr(policy.get_submodule(path), TRAINED_IN_FULL, True)
+        _trained_in_full.add(policy.get_submodule(path))
     for path in targets:
         module = policy.get_submodule(path)
         _extend(module, _LoraAttention if _is_packed_attention(module) else _LoraLinear, cfg)
@@ -302,7 +303,7 @@ def adapter_state_dict(policy: nn.Module) -> dict[str, Tensor]:
             a, out_proj = module.lora_A, f"{PEFT_PREFIX}{path}.{PEFT_OUT_PROJ}"
             zeros = torch.zeros(a.out_features, a.in_features, dtype=a.weight.dtype, device=a.weight.device)
             unused |= {f"{out_proj}.lora_A.weight": zeros, f"{out_proj}.lora_B.weight": zeros.mT.contiguous()}
-        if getattr(module, TRAINED_IN_FULL, False):
+        if module in _trained_in_full:
             mine += (f"{path}.",)
     used = {PEFT_PREFIX + key: value for key, value in policy.state_dict().items() if key.startswith(mine)}
     return used | unused
